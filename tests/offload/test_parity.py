@@ -39,7 +39,8 @@ class Case:
     Args:
         moves: any of ``params``, ``gradients``, ``states``, ``activations``, ``auto`` (with that policy).
         how: any of ``autocast``, ``scaled``, ``clipped``, ``accumulated``, ``checkpointed``, ``reentrant``,
-            ``compiled``, ``slow``, ``checksums``, ``overlap``, ``free``.
+            ``compiled``, ``slow``, ``checksums``, ``overlap``, ``free``, and on an accelerator ``hosted`` (all that
+            has no room there has some in host memory) or ``halved`` (some of it has).
         budget: of parameters and activations.
     """
 
@@ -72,7 +73,9 @@ class Training:
             "checksums": "checksums" in self.how,
             "handle": Faulty("write", "slow", seconds=0.015) if "slow" in self.how else None,
         }
-        large = {**common, "min_bytes": 4 * KIB}
+        size = "64M" if "hosted" in self.how else 144 * KIB if "halved" in self.how else 0
+        host: dict[str, Any] = {} if device.type == "cpu" else {"host_budget": size}
+        large = {**common, **host, "min_bytes": 4 * KIB}
         if "params" in self.moves:
             made: Any = swap_params(self.model, folder, memory_budget=case.budget, **large)
             self.figures["params"] = self.ends.enter_context(made)
@@ -84,7 +87,6 @@ class Training:
         if saved := [move for move in self.moves if move in ("activations", "auto")]:
             policy: Any = "auto" if saved == ["auto"] else "nvme"
             self.budget = 0 if "params" in self.moves else case.budget
-            host: Any = {} if device.type == "cpu" else {"host_budget": "64M" if "hosted" in self.how else 0}
             self.saving = save_on_nvme(folder, min_bytes=1, memory_budget=self.budget, policy=policy, **host, **common)
             self.figures["activations"] = self.saving
         self.forward: Any = torch.compile(self.model, backend="aot_eager") if "compiled" in self.how else self._forward
@@ -166,7 +168,10 @@ class Training:
             stats = self.figures[name].stats()
             assert 0 < stats.peak_bytes <= limits[name]
             if self.case.budget <= MIB and len(states(self.optimizer)) > 1:
-                assert stats.bytes_written > 0
+                assert stats.bytes_written + stats.bytes_to_host > 0
+            if name != "states" and self.case.budget <= MIB:
+                assert (stats.bytes_written == 0) == ("hosted" in self.how)
+                assert (stats.bytes_from_host > 0) == bool({"hosted", "halved"} & {*self.how})
         if "states" in self.figures:
             assert self.optimizer.steps == self.case.steps - ("scaled" in self.how)
             assert 0 < self.optimizer.stats().seconds_waited <= self.optimizer.stats().seconds
@@ -175,7 +180,7 @@ class Training:
             assert stats.bytes_saved > 0
             assert stats.bytes_stored == 0, "nothing is left once the graphs are gone"
             assert (stats.bytes_written + stats.bytes_to_host > 0) == (self.budget < 64 * MIB)
-            assert (stats.bytes_to_host > 0) == ("hosted" in self.how)
+            assert (stats.bytes_to_host > 0) == bool({"hosted", "halved"} & {*self.how})
             self.saving.close()
 
 
@@ -240,7 +245,10 @@ ON_DEVICE = [
     Case("activations", "perceptron", budget=64 * MIB),
     *(Case(moves, "attention", how, 0) for moves in ("activations", "auto") for how in ("", "hosted")),
     Case("activations", "perceptron", "checkpointed", 0), Case("activations", "perceptron", "hosted", 40 * KIB),
-    Case("params gradients states activations", "perceptron", budget=SMALL),
+    *(Case("params gradients states activations", "perceptron", how, SMALL) for how in ("", "hosted", "halved")),
+    *(Case("params states", "sentences", how) for how in ("hosted", "halved")),
+    Case("gradients states", "perceptron", "accumulated clipped scaled halved"),
+    Case("params gradients states", "perceptron", "clipped hosted", dtype=LOW),
 ]  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.torch_memory import large_tensors_pooled
-from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.offload.budgets import budgets_of
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped
 from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.residency.entry import tensors_over
@@ -246,6 +247,8 @@ def swap_gradients(
     params: Iterable[torch.Tensor],
     folder: Path | Sequence[Path],
     *,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
     memory_budget: int | str | None = None,
     memory: Memory | None = None,
     min_bytes: int | str = "1M",
@@ -269,10 +272,14 @@ def swap_gradients(
     Args:
         params: parameters of a module; those that ``swap_params`` has made, if it is used.
         folder: where the gradients go; several folders, one on each device, share them by their measured rates.
-        memory_budget: bytes for gradients that are being moved or used, or a size such as ``"1G"``; 256 MiB when None.
+        device_budget: bytes for gradients on an accelerator that are being moved or used, or a size such as ``"1G"``;
+            256 MiB when None.
+        host_budget: bytes of page-locked host memory, where gradients of an accelerator are instead of on storage, as
+            many as it has room for; ``"auto"``, when None, is what is free less an eighth, ``0`` none.
+        memory_budget: another word for the budget of where the gradients are; on the CPU that of the host.
         memory: in place of a budget of its own, one that is shared with others.
         min_bytes: gradients of smaller parameters stay in memory.
-        checksums: keep a CRC-32C of each gradient and compare it when it comes back.
+        checksums: keep a CRC-32C of each gradient on storage and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
@@ -282,7 +289,7 @@ def swap_gradients(
         TypeError: a parameter is a ``DTensor``.
         OSError: the folder cannot be used. A backward pass raises ENOSPC when the disk is full.
     """
-    given, least = budget_of(memory_budget, memory, "256M"), bytes_of("min_bytes", min_bytes)
+    least = bytes_of("min_bytes", min_bytes)
     require_switches(checksums=checksums)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
@@ -300,10 +307,11 @@ def swap_gradients(
     device = device_of_all(large, "the parameters are")
     if several_ranks():
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
+    given, host = budgets_of(device, memory_budget, memory, device_budget, host_budget, default="256M")
     leaving = given // _LEAVING if isinstance(given, int) else min(IN_FLIGHT, given.nbytes // _SHARED)
     with contextlib.ExitStack() as undo:
         residents = Residents(
-            folder, "gradients", given=given - leaving if isinstance(given, int) else given, device=device,
+            folder, "gradients", given=given - leaving if isinstance(given, int) else given, device=device, host=host,
             checksums=checksums, handle=handle,
         )  # fmt: skip
         undo.callback(residents.close)

@@ -22,8 +22,9 @@ from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import dense_bytes, dense_strides
-from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.memory.tier import PooledTier, Share, in_pages, tier_on
 from nvme_ops.offload.memory import Memory
+from nvme_ops.offload.residency.copies import Copy, new_stream
 from nvme_ops.offload.residency.entry import Entry, QueuedWork, tensors_over
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.placement import IN_FLIGHT
@@ -43,6 +44,20 @@ class SwapStats(Stats):
     """Counts what was moved since the tensors went to storage."""
 
 
+class _Home:
+    """Host memory in place of storage, and the last copy from an accelerator or to it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory: torch.Tensor | None = memory
+        self.copying: Copy | None = None
+
+    def free(self) -> None:
+        """Frees the memory once nothing is copied any more."""
+        if self.copying is not None:
+            self.copying.wait(None)
+        self.memory = self.copying = None
+
+
 class Resident(Entry):
     """A tensor on storage, whose values are in memory at times.
 
@@ -50,10 +65,14 @@ class Resident(Entry):
         key: its name in the store.
         like: has its shape, strides, dtype and device; may be on the meta device.
         device: where its values are used; that of ``like`` when None.
+        in_host: may be in host memory, beside that of an accelerator, instead of on storage.
     """
 
-    def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None) -> None:
+    home: _Home | None = None  #: where it is instead of on storage
+
+    def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None, in_host: bool = True) -> None:
         super().__init__(like.numel() * like.itemsize)
+        self.in_host = in_host
         self.key, self.shape, self.dtype = key, tuple(like.shape), like.dtype
         self.place = key  #: names it in the order of uses; the tensor that replaces it takes this over
         self.stride = dense_strides(like)
@@ -87,16 +106,38 @@ class Resident(Entry):
         if self.device.type != "cpu":
             self.queued = QueuedWork(self.device)
 
+    def __del__(self) -> None:
+        """Waits for a copy to its memory."""
+        if self.queued is not None:
+            self.queued.release()
+
     def __repr__(self) -> str:
         """Returns its key."""
         return self.key
 
 
 class _Stored:
-    """Residents in a store; those that were never put there are zeros."""
+    """Residents in host memory or in a store; those that were never put there are zeros."""
 
-    def __init__(self, store: TensorStore) -> None:
-        self._store = store
+    def __init__(self, store: TensorStore, device: torch.device, host: Share) -> None:
+        self._store, self.host, self.counts = store, host, SwapStats()
+        self._streams = [new_stream(device) for _ in range(2 if host.nbytes else 0)]  # to host memory, and from there
+
+    def put(self, entry: Resident, values: torch.Tensor) -> tuple[IoFuture | None, int]:
+        """Starts to move the values of a resident to host memory or the store; returns the bytes that are written."""
+        if entry.home is None or (home := entry.home.memory) is None:
+            return self._store.put(entry.key, values), entry.nbytes
+        self.counts.bytes_to_host += entry.nbytes
+        source = dense_bytes(values)
+        if values.device.type == "cpu":
+            if entry.home.copying is not None:
+                entry.home.copying.wait(None)
+            home.copy_(source)
+            return None, 0
+        entry.home.copying = copying = Copy(self._streams[0])
+        writing = copying.future(source, home)
+        copying.begin(home, source)
+        return writing, 0
 
     def read(
         self, entry: Resident, memory: torch.Tensor, priority: Priority
@@ -108,13 +149,22 @@ class _Stored:
             entry.changed = True
             entry.note_computed()
             return values, None, 0
+        if entry.home is not None and entry.home.memory is not None:
+            entry.queued = entry.home.copying = copying = Copy(self._streams[1])
+            copying.begin(memory[: entry.nbytes], entry.home.memory)
+            self.counts.bytes_from_host += entry.nbytes
+            if entry.scale is not None:
+                copying.before(entry.device)
+                values.mul_(entry.scale)
+                entry.note_computed()
+            return values, None, 0
         return values, self._store.get(entry.key, values, priority=priority), entry.nbytes
 
-    def write(self, entry: Resident) -> tuple[IoFuture, int]:
+    def write(self, entry: Resident) -> tuple[IoFuture | None, int]:
         values: Any = entry.values
-        writing = self._store.put(entry.key, values)
+        written = self.put(entry, values)
         entry.stored, entry.scale = True, None  # values in memory are scaled already
-        return writing, entry.nbytes
+        return written
 
 
 Use = tuple[str, Phase]  # of the resident at that place
@@ -131,7 +181,8 @@ class Residents(Policy[Resident]):
         name: of the session.
         given: bytes of memory, or memory that is shared.
         device: where the tensors are used.
-        checksums: keep a checksum of each tensor.
+        host: bytes of host memory beside that of an accelerator: tensors are there instead of on storage.
+        checksums: keep a checksum of each tensor on storage.
         handle: moves the bytes.
     """
 
@@ -147,6 +198,7 @@ class Residents(Policy[Resident]):
         *,
         given: int | Memory,
         device: torch.device,
+        host: int = 0,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
@@ -161,7 +213,7 @@ class Residents(Policy[Resident]):
         # By place in the order; nothing may be at a place that was foreseen.
         self._at: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._nbytes = 0  # of all, in whole pages
-        self._gone: deque[tuple[str, int]] = deque()  # keys and bytes of tensors that were freed
+        self._gone: deque[tuple[str, int, _Home | None]] = deque()  # keys, bytes and homes of tensors that were freed
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
             self._store = undo.enter_context(TensorStore(self._session, checksums=checksums, handle=handle))
@@ -169,7 +221,8 @@ class Residents(Policy[Resident]):
                 share, self._residency = tier_on(device, max(PAGE, self.budget // PAGE * PAGE)).share(), Residency()
             else:
                 share, self._residency = self._memory.share(device), self._memory.residency
-            super().__init__(self._residency.lock, share, _Stored(self._store), SwapStats())
+            self._stored = _Stored(self._store, device, PooledTier(host).share())
+            super().__init__(self._residency.lock, share, self._stored, SwapStats())
             self._undo = undo.pop_all()
         self.present = weakref.WeakKeyDictionary()  # weak, since a parameter may be dropped at any time
         self.to_write = weakref.WeakKeyDictionary()
@@ -219,11 +272,13 @@ class Residents(Policy[Resident]):
             self._largest = max(self._largest, nbytes)
             if self._memory is not None:
                 self._memory.balance()
-            weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
+            if resident.in_host and (memory := self._stored.host.allocate(max(1, resident.nbytes))) is not None:
+                resident.home = _Home(memory)
+            weakref.finalize(resident, self._gone.append, (resident.key, nbytes, resident.home)).atexit = False
             if values is not None:
-                resident.leaving = self._store.put(resident.key, values)
+                resident.leaving, written = self._stored.put(resident, values)
                 resident.stored = True
-                self.counts.bytes_written += resident.nbytes
+                self.counts.bytes_written += written
 
     def put(self, place: str, values: torch.Tensor) -> Resident:
         """Adds a new tensor at a place in the order, see ``add``, and returns it.
@@ -242,8 +297,10 @@ class Residents(Policy[Resident]):
         """Frees the space on storage of tensors that nobody refers to any more."""
         with self.lock:
             while self._gone:
-                key, nbytes = self._gone[0]
-                with contextlib.suppress(KeyError):  # its write has failed
+                key, nbytes, home = self._gone[0]
+                if home is not None:
+                    home.free()
+                with contextlib.suppress(KeyError):  # its write has failed, or it was in host memory
                     self._store.drop(key)
                 self._gone.popleft()
                 self._nbytes -= nbytes
@@ -323,20 +380,25 @@ class Residents(Policy[Resident]):
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
         with self.lock:
-            return replace(self.counts, bytes_stored=self._store.bytes_in_use, peak_bytes=self.share.peak)
+            stats = replace(self.counts, bytes_stored=self._store.bytes_in_use, peak_bytes=self.share.peak)
+            stats.bytes_in_host, copied = self._stored.host.bytes_in_use, self._stored.counts
+            stats.bytes_to_host, stats.bytes_from_host = copied.bytes_to_host, copied.bytes_from_host
+            return stats
 
     @never_raising
     def __repr__(self) -> str:
         """Returns for example ``12 tensors of 64 MiB on storage, at most 16 MiB in memory``."""
         if self._closed:
             return "closed"
-        nbytes = self._nbytes - sum(freed for _, freed in self._gone.copy())
+        nbytes = self._nbytes - sum(freed for _, freed, _ in self._gone.copy())
         stored = f"{counted(len(self._all), 'tensor')} of {size_words(nbytes)} on storage"
         return f"{stored}, at most {size_words(self.budget)} in memory"
 
     def close(self) -> None:
         """Waits for transfers and removes the files. Further calls do nothing."""
         super().close()
+        for home in [resident.home for resident in self._all.values() if resident.home is not None]:
+            home.free()
         if self._memory is not None and self._process == os.getpid():
             self.borrowed.clear()
             self._memory.leave(self)
@@ -368,6 +430,15 @@ class Residents(Policy[Resident]):
                     return
             except OSError:  # it is retried on demand
                 return
+
+    def await_copy(self) -> bool:
+        """Waits until one more tensor is in host memory."""
+        with self.lock:
+            homes = [resident.home for resident in self.present if resident.leaving is not None and resident.home]
+            copying = [home.copying for home in homes if home.copying is not None and not home.copying.done()]
+        for copy in copying[:1]:
+            copy.wait(None)
+        return bool(copying)
 
     def note_arrival(self, entry: Resident) -> None:
         """Applies the scale that values got while they were on storage."""

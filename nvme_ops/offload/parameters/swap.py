@@ -16,10 +16,13 @@ from torch.utils.weak import WeakIdRef
 from nvme_ops.base.text import bytes_of
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.memory.tier import in_pages
+from nvme_ops.offload.budgets import budgets_of
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped, Use
 from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
 from nvme_ops.offload.parameters.swapped import SwappedTensor
+from nvme_ops.offload.residency.placement import worth_keeping
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
 
 _NOTHING = "neither reset_parameters nor initialize_weights does"
@@ -77,6 +80,8 @@ def swap_params(
     module: torch.nn.Module,
     folder: Path | Sequence[Path],
     *,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
     memory_budget: int | str | None = None,
     memory: Memory | None = None,
     device: str | torch.device | None = None,
@@ -101,14 +106,18 @@ def swap_params(
     Args:
         module: any module; its parameters are on one device, or on the meta device.
         folder: where the parameters go; several folders, one on each device, share them by their measured rates.
-        memory_budget: bytes for parameters, or a size such as ``"1G"``; memory of ``device``.
+        device_budget: bytes for parameters on an accelerator, or a size such as ``"8G"``; ``"auto"``, when None, is
+            what is free less an eighth.
+        host_budget: bytes of page-locked host memory, where parameters of an accelerator are that have no room there,
+            instead of on storage; ``"auto"``, when None, is what is free less an eighth, ``0`` none.
+        memory_budget: another word for the budget of where the parameters are used; on the CPU that of the host.
         memory: in place of a budget of its own, one that is shared with others.
         device: where parameters on the meta device are used; the CPU when None.
         min_bytes: smaller parameters stay in memory, beside the budget.
         param_init_fn: called with each module that has parameters or buffers on the meta device, its own or those of
             its children, once all have memory; children come first, as in ``Module.apply``. When None,
             ``reset_parameters`` of these modules is called, or ``initialize_weights`` of a model of transformers.
-        checksums: keep a CRC-32C of each parameter and compare it when it comes back.
+        checksums: keep a CRC-32C of each parameter on storage and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
@@ -119,7 +128,7 @@ def swap_params(
         OSError: the folder cannot be used; ENOSPC: it has not enough room. The module is then as it was, unless it was
             on the meta device.
     """
-    given, least = budget_of(memory_budget, memory), bytes_of("min_bytes", min_bytes)
+    least = bytes_of("min_bytes", min_bytes)
     require_switches(checksums=checksums)
     require_callables(param_init_fn=param_init_fn)
     if not isinstance(module, torch.nn.Module):
@@ -129,13 +138,19 @@ def swap_params(
     large = {id(parameter): parameter for _, _, parameter in every if parameter.nbytes >= least}
     if not large:
         raise ValueError("the module has no parameters, or none of min_bytes or more")
+    given, host = budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget)
+    sizes = [(key, 1.0, in_pages(parameter.nbytes)) for key, parameter in large.items()]
+    fits = sum(nbytes for *_, nbytes in sizes) <= budgets.nbytes and isinstance(given, int)
+    in_host = worth_keeping(sizes, host) if host and not fits else set()
     with contextlib.ExitStack() as undo:
-        residents = Residents(folder, "parameters", given=given, device=target, checksums=checksums, handle=handle)
+        residents = Residents(
+            folder, "parameters", given=given, device=target, host=host, checksums=checksums, handle=handle
+        )
         undo.callback(residents.close)
         made: dict[int, torch.nn.Parameter] = {}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for key, parameter in large.items():
-            resident = Resident(names[key], parameter, target)
+            resident = Resident(names[key], parameter, target, key in in_host)
             residents.add(resident, None if parameter.is_meta else parameter.detach())
             made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), parameter.requires_grad)
         swapped: list[Any] = list(made.values())

@@ -45,7 +45,7 @@ class Backing(Protocol[Stored]):
         Sets ``entry.own_tensors``.
         """
 
-    def write(self, entry: Stored) -> tuple[IoFuture, int]:
+    def write(self, entry: Stored) -> tuple[IoFuture | None, int]:
         """Starts to write what storage has not of an entry's values; returns the transfer, and the bytes written."""
 
 
@@ -114,6 +114,10 @@ class Policy(Usable, Generic[E]):
 
     def give_back(self) -> None:
         """Returns memory for which it has no more use; called when others lack some."""
+
+    def await_copy(self) -> bool:
+        """Waits until an entry is in the memory below; returns False if none is copied. Called without the lock."""
+        return False
 
     def victims(self, after: int) -> Iterable[E]:
         """Returns entries that may leave memory, best first: those not used within the next ``after`` + 1 uses."""

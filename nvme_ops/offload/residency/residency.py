@@ -144,7 +144,7 @@ class Residency:
     def _wait_for_memory(self, policy: Policy[E], entry: E, patience: Patience, seen: int) -> None:
         begin = time.perf_counter()
         with record_function("nvme_ops: wait for memory"):
-            is_patient = patience.wait(seen, _bytes_leaving(policy) > 0)
+            is_patient = policy.await_copy() or patience.wait(seen, _bytes_leaving(policy) > 0)
         if not is_patient:
             raise policy.out_of_memory(entry)
         policy.counts.seconds_waited += (waited := time.perf_counter() - begin)
