@@ -15,6 +15,7 @@ import torch
 
 from nvme_ops.memory import tier
 from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload.experts.host_computing import HostComputing
 from tests.conftest import MIB, in_child, in_threads
 from tests.device.kinds import Simulated, on_simulated
 from tests.offload.layers import SIZE, Layers
@@ -181,3 +182,50 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(device: Simulated, fol
         for step in steps(seed=1):
             layers.use(*step)
     layers.experts.close()
+
+
+@on_simulated
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_the_cpu_computes_with_experts_in_host_memory(
+    device: Simulated, folder: Path, name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a CPU computes for the device, too, so that the bits are the same."""
+    monkeypatch.setattr(HostComputing, "is_sooner", lambda _, tokens: tokens <= 2)
+    path, kind = saved(folder, name)
+    size = nbytes(kind.from_pretrained(path))
+    budgets: Any = {"device_budget": size // 2, "host_budget": size // 4}
+    seen = []
+    for on_host in (False, True):
+        options: Any = {"compute_on_host": on_host, "experts_implementation": implementation, **budgets}
+        with device.computing(), from_pretrained(path, device=device.device(), **options) as model, torch.no_grad():
+            for seed in range(30):
+                tokens = torch.randint(0, 256, (1, 1 + seed % 3), generator=torch.Generator().manual_seed(seed))
+                seen.append(model(device.tensor(tokens)).logits.cpu())
+            stats = model.stats()
+    assert all(map(torch.equal, seen[:30], seen[30:]))
+    assert stats.experts_on_host > 0
+    assert stats.bytes_in_host <= budgets["host_budget"]
+    assert stats.peak_bytes <= budgets["device_budget"]
+
+
+def test_the_cpu_computes_where_that_is_measured_to_be_sooner() -> None:
+    computing = HostComputing()
+    assert not computing.is_sooner(1), "no copy has been timed yet"
+    assert computing.is_copy_unknown()
+    computing.note_copy(1000, 1.0)
+    assert computing.is_sooner(1), "what was not measured yet is tried"
+    computing.note_computing(1000, 1, 1.1)
+    assert computing.is_sooner(1), "about equal: as before"
+    computing.note_computing(1000, 1, 3.0)
+    assert not computing.is_sooner(1)
+    for _ in range(4):
+        computing.note_computing(1000, 1, 1.0)
+    assert not computing.is_sooner(1), "about equal: as before"
+    for _ in range(9):
+        computing.note_computing(1000, 1, 0.5)
+    assert computing.is_sooner(1)
+    assert not computing.is_sooner(9), "too many tokens"
+    ways = [computing.is_sooner(1) for _ in range(600)]
+    assert ways.count(False) == 2, "now and then the other way is tried"

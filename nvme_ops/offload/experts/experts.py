@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -34,6 +35,7 @@ from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.source import Source
 
 _ALL_USED = 8  # passes that use all experts, one after the other, until a list of modules is taken for no mixture
+_RISES = 1.0  # how much more than another one an expert is worth that takes its place on an accelerator: twice the uses
 #: Blocks in flight, of 1 MiB. A device serves all that are in flight together, and those of the last expert would keep
 #: back the first; four reach its rate.
 _IN_FLIGHT = 4
@@ -46,6 +48,7 @@ class ExpertStats(Stats):
     experts_used: int = 0  #: each once for a layer and batch
     expert_hits: int = 0  #: of these, those that were in memory
     bytes_hit: int = 0  #: of these
+    experts_on_host: int = 0  #: of those used, those that the CPU computed with, beside an accelerator
     guesses_right: int = 0  #: experts that were read by a guess, and then used
     guesses_wrong: int = 0
     bytes_guessed_right: int = 0
@@ -59,6 +62,7 @@ class _Uses:
         self.current: Expert | None = None
         self.expected: dict[Expert, None] = {}  # in the order of their use
         self.counted = set[Expert]()  # of the layer, whose use is counted already
+        self.on_host = set[Expert]()  # of these, those that the CPU computes with
         self.layer, self.chosen = -1, list[int]()  # used last, and its experts
         self.likely: dict[Expert, int] = {}  # guessed for the next layer, with their quarters
         self.unread = list[Expert]()  # of these, the most likely one last
@@ -133,11 +137,26 @@ class Experts(Policy[Expert]):
         placed = [next(place for place in source.holders() if place[0] in self._of) for source in sources]
         expert = self._of[placed[0][0]]
         memory = self._residency.fetch(self, expert, expert)
-        starts = [expert.places[holder] + begin for holder, begin in placed]
-        return [
-            memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
-            for start, source in zip(starts, sources, strict=True)
-        ]
+        return _over(memory, expert, placed, sources)
+
+    def on_host(self, sources: Sequence[Source]) -> list[torch.Tensor] | None:
+        """Returns weights in host memory if the CPU is to compute with that expert, and tells ``computed`` later."""
+        with self.lock:
+            if self.host is None or not (on_host := self._uses().on_host):
+                return None
+            placed = [next(place for place in source.holders() if place[0] in self._of) for source in sources]
+            expert = self._of[placed[0][0]]
+            if expert not in on_host or (memory := self.host.values(expert)) is None:
+                return None
+            self.counts.experts_on_host += 1
+        return _over(memory, expert, placed, sources)
+
+    def computed(self, source: Source, tokens: int, seconds: float) -> None:
+        """Counts how long the CPU has computed with an expert, one of whose weights is ``source``."""
+        with self.lock:
+            if self.host is not None and self.host.computing is not None:
+                expert = self._of[next(holder for holder, _ in source.holders() if holder in self._of)]
+                self.host.computing.note_computing(expert.nbytes, tokens, seconds)
 
     def expect(self, group: int, tokens: Mapping[int, int], among: int) -> None:
         """Begins to read what is missing of the experts that the calling thread uses next.
@@ -165,7 +184,22 @@ class Experts(Policy[Expert]):
                 for before in uses.chosen:
                     after[before].update(tokens)
             uses.layer, uses.chosen = group, list(tokens)
+            if self.host is not None and self.host.computing is not None:
+                uses.on_host = {
+                    self.groups[group][index] for index, count in tokens.items() if self._stays(group, index, count)
+                }
+                uses.expected = {expert: None for expert in uses.expected if expert not in uses.on_host}
             self._read_expected(uses)
+
+    def _stays(self, group: int, index: int, tokens: int) -> bool:
+        """Returns whether the CPU is to compute with an expert, as it is sooner and others here are used as often."""
+        expert, host = self.groups[group][index], self.host
+        if host is None or host.computing is None or expert.values is not None or expert not in host.entries():
+            return False
+        while self._offered and self._is_stale(self._offered[0]):
+            heapq.heappop(self._offered)
+        least = self._offered[0][0] if self._offered else math.inf
+        return expert.worth < least + _RISES and host.computing.is_sooner(tokens)
 
     def may_guess(self, group: int) -> bool:
         """Returns whether a guess of a layer's experts is worth the time to make it."""
@@ -230,7 +264,11 @@ class Experts(Policy[Expert]):
     def in_memory(self, group: int, index: int) -> bool:
         """Returns whether an expert's values are there, without a wait."""
         expert = self.groups[group][index]
-        return expert.values is not None and not expert.is_arriving()
+        return (expert.values is not None and not expert.is_arriving()) or self.is_on_host(group, index)
+
+    def is_on_host(self, group: int, index: int) -> bool:
+        """Returns whether the CPU is to compute with an expert."""
+        return self.host is not None and self.groups[group][index] in self._uses().on_host
 
     def stats(self) -> ExpertStats:
         """Returns what was used and read so far."""
@@ -368,7 +406,7 @@ class Experts(Policy[Expert]):
         before = [*uses.expected, *uses.likely]
         if uses.current is not None:
             before.append(uses.current)
-        uses.expected, uses.likely, uses.unread, uses.current = {}, {}, [], None
+        uses.expected, uses.likely, uses.unread, uses.current, uses.on_host = {}, {}, [], None, set()
         return before
 
     def _offer(self, experts: Iterable[Expert]) -> None:
@@ -379,10 +417,12 @@ class Experts(Policy[Expert]):
                 expert.offered = self._offers
                 heapq.heappush(self._offered, (expert.worth, expert.offered, expert))
         if len(self._offered) > 4 * len(self.present) + 64:
-            self._offered = [
-                item for item in self._offered if item[2].values is not None and item[1] == item[2].offered
-            ]
+            self._offered = [item for item in self._offered if not self._is_stale(item)]
             heapq.heapify(self._offered)
+
+    @staticmethod
+    def _is_stale(item: tuple[float, int, Expert]) -> bool:
+        return item[2].values is None or item[1] != item[2].offered
 
     def victims(self, after: int) -> Iterator[Expert]:
         """Yields the experts that are worth least, but none that a thread is about to use unless this one must wait."""
@@ -390,8 +430,8 @@ class Experts(Policy[Expert]):
         try:
             while self._offered:
                 item = heapq.heappop(self._offered)
-                _, number, expert = item
-                if expert.values is None or number != expert.offered:
+                expert = item[2]
+                if self._is_stale(item):
                     continue
                 if expert.guessed is not None or any(uses.spares(expert) for uses in self._threads.values()):
                     continue  # who uses it offers it again
@@ -434,6 +474,17 @@ class Experts(Policy[Expert]):
             f"no memory for an expert of {size_words(entry.nbytes)}: others that are in use have "
             f"{size_words(self.share.bytes_in_use)} of {size_words(self.share.nbytes)}"
         )
+
+
+def _over(
+    memory: torch.Tensor, expert: Expert, placed: Sequence[tuple[Source, int]], sources: Sequence[Source]
+) -> list[torch.Tensor]:
+    """Returns weights, or parts of these, over the memory of their expert."""
+    starts = [expert.places[holder] + begin for holder, begin in placed]
+    return [
+        memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
+        for start, source in zip(starts, sources, strict=True)
+    ]
 
 
 def _has_arrived(transfer: IoFuture) -> bool:

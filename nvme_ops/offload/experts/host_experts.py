@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from nvme_ops.io.engine import Priority
 from nvme_ops.memory.tier import Share
 from nvme_ops.offload.experts.expert import Expert
+from nvme_ops.offload.experts.host_computing import HostComputing
 from nvme_ops.offload.residency.copies import Copy, new_stream
 from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.residency.files import FileEntry
@@ -54,12 +56,14 @@ class HostExperts(HostCopies):
     Args:
         device: the accelerator.
         share: host memory.
+        computing: decides which of them are computed with here; None: none.
     """
 
     name = "experts in host memory"
 
-    def __init__(self, device: torch.device, share: Share) -> None:
+    def __init__(self, device: torch.device, share: Share, computing: HostComputing | None = None) -> None:
         super().__init__(device, share)
+        self.computing = computing
         self.backing = _Accelerator(device, self._copying)
         self._risen: dict[FileEntry, None] = {}  # here and on the accelerator, those that rose first in front
         self._order: list[tuple[float, int, _Sunk]] = []  # a heap; stale where an expert has risen or left
@@ -83,23 +87,43 @@ class HostExperts(HostCopies):
                     raise
                 self._copies[expert] = sunk
                 self.counts.bytes_to_host += expert.nbytes
-            sunk.worth, self._sunk = expert.worth, self._sunk + 1
             self._risen.pop(sunk, None)
-            if len(self._order) > 4 * len(self.present) + 64:
-                self._order = [item for item in self._order if self._is_only_here(item)]
-                heapq.heapify(self._order)
-            heapq.heappush(self._order, (sunk.worth, self._sunk, sunk))
+            self._offer(sunk)
             copying = self._copying.get(sunk)
             return None if copying is None or copying.done() else copying
+
+    def values(self, expert: Expert) -> torch.Tensor | None:
+        """Returns the bytes of an expert that is here, once they have arrived; while they are used it stays."""
+        with self.lock:
+            sunk = self._copies.get(expert)
+            if not isinstance(sunk, _Sunk) or sunk.values is None:
+                return None
+            if (copying := self._copying.get(sunk)) is not None:
+                copying.wait(None)
+            if sunk.worth != expert.worth and sunk not in self._risen:
+                self._offer(sunk)
+            return sunk.values.detach()
+
+    def _offer(self, sunk: _Sunk) -> None:
+        """Lets an expert make room for others, in the order of their worth."""
+        sunk.worth, self._sunk = sunk.expert.worth, self._sunk + 1
+        if len(self._order) > 4 * len(self.present) + 64:
+            self._order = [item for item in self._order if self._is_only_here(item)]
+            heapq.heapify(self._order)
+        heapq.heappush(self._order, (sunk.worth, self._sunk, sunk))
 
     def read(self, entry: FileEntry, memory: torch.Tensor, priority: Priority) -> Read:
         """Starts to fill an expert's memory on the accelerator, from here or from its files; see ``Backing``."""
         with self.lock:
             if (sunk := self._copies.get(entry)) is not None and (copying := self._copying.get(sunk)) is not None:
                 copying.before(memory.device)  # it may be sinking still
+            begin = time.perf_counter()
             read = super().read(entry, memory, priority)
             if sunk is not None:
                 self._risen[sunk] = None
+                if self.computing is not None and self.computing.is_copy_unknown():
+                    self._copying[sunk].wait(None)
+                    self.computing.note_copy(entry.nbytes, time.perf_counter() - begin)
         return read
 
     # The policy
@@ -113,13 +137,20 @@ class HostExperts(HostCopies):
         rising = [sunk for sunk in self._risen if self._is_copied(sunk)]
         yield from [sunk for sunk in self._risen if sunk not in rising]
         yield from rising[:-1]
-        while self._order:
-            worth, _, sunk = item = self._order[0]
-            if self._is_only_here(item):
-                if worth >= self._worth or self._is_copied(sunk):
-                    return
-                yield sunk
-            heapq.heappop(self._order)
+        used = list[tuple[float, int, _Sunk]]()
+        try:
+            while self._order and self._order[0][0] < self._worth:
+                _, _, sunk = item = self._order[0]
+                if self._is_only_here(item):
+                    if self._is_copied(sunk):
+                        break
+                    yield sunk
+                    if sunk.values is not None:  # the CPU computes with it
+                        used.append(item)
+                heapq.heappop(self._order)
+        finally:
+            for item in used:
+                heapq.heappush(self._order, item)
 
     def _is_only_here(self, item: tuple[float, int, _Sunk]) -> bool:
         worth, _, sunk = item

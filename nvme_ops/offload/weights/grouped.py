@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -203,7 +204,7 @@ def _compute_grouped(
 
 def _as_they_arrive(experts: Experts, group: int, numbers: Sequence[int]) -> Iterator[int]:
     """Yields the experts that are in memory first, each time one is asked for; others arrive about in order."""
-    left = sorted(numbers, key=lambda number: not experts.in_memory(group, number))
+    left = sorted(numbers, key=lambda number: (not experts.in_memory(group, number), experts.is_on_host(group, number)))
     while left:
         at = next((at for at, number in enumerate(left[:_AHEAD]) if experts.in_memory(group, number)), 0)
         yield left.pop(at)
@@ -216,7 +217,14 @@ def _is_stored(weight: Any) -> bool:
 
 def _one(module: Any, form: _Form, number: int, values: torch.Tensor) -> torch.Tensor:
     """Returns what one expert makes of its tokens."""
-    weights = in_window_together(_parts(module, form, number))
+    parts, experts, device = _parts(module, form, number), module._nvme_experts, values.device
+    on_host = None
+    if experts.host is not None and all(part.is_plain() and not part.nbytes_expanded for part in parts):
+        on_host = experts.on_host([part.source for part in parts])
+    weights = in_window_together(parts) if on_host is None else iter(on_host)
+    if on_host is not None:
+        values = values.cpu()
+    begin = time.perf_counter()
     values = _multiplied(module, form, values, next(weights), number, form.up)
     if form.has_gate and form.applies_gate:
         values = module._apply_gate(values)
@@ -226,6 +234,9 @@ def _one(module: Any, form: _Form, number: int, values: torch.Tensor) -> torch.T
     else:
         values = module.act_fn(values)
     values = _multiplied(module, form, values, next(weights), number, "down_proj")
+    if on_host is not None:
+        experts.computed(parts[0].source, len(values), time.perf_counter() - begin)
+        values = values.to(device)
     return module.post_expert_norm(values) if form.has_norm else values
 
 
@@ -233,7 +244,10 @@ def _multiplied(
     module: Any, form: _Form, values: torch.Tensor, weight: torch.Tensor, number: int, name: str
 ) -> torch.Tensor:
     values = values @ weight if form.is_transposed else torch.nn.functional.linear(values, weight)
-    return values + getattr(module, f"{name}_bias")[number] if form.has_bias else values
+    if not form.has_bias:
+        return values
+    bias: torch.Tensor = getattr(module, f"{name}_bias")[number]
+    return values + (bias if bias.device == values.device else bias.to(values.device))
 
 
 def _parts(module: Any, form: _Form, number: int) -> list[StoredTensor]:

@@ -15,6 +15,7 @@ from nvme_ops.base.errors import naming
 from nvme_ops.filesystem.publication import open_leased
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.quantized import part_of
+from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.budgets import budgets_of
@@ -79,6 +80,7 @@ def from_pretrained(
     memory_budget: int | str | None = None,
     memory: Memory | None = None,
     device: str | torch.device | None = None,
+    compute_on_host: bool = False,
     dtype: torch.dtype | str | None = None,
     model_class: type[Any] | None = None,
     handle: aio_handle | None = None,
@@ -107,6 +109,9 @@ def from_pretrained(
         max_memory: both as accelerate takes them: ``{0: "20GiB", "cpu": "60GiB"}``.
         memory: in place of a budget of its own, one that is shared with others.
         device: where the model computes; when None the current GPU, or the CPU where there is none.
+        compute_on_host: let the CPU compute with experts of few tokens in host memory where that is measured to take
+            less time than copying them; values are then those of the CPU's operations, close to the accelerator's. For
+            experts that are packed, in the dtype that is computed in.
         dtype: in which it computes; that of the files, as transformers chooses it, when None.
         model_class: the class of the model, or an Auto class; the one that the configuration names when None. Layers
             of another class that the files do not have, such as a head for ``num_labels=`` classes, are initialized
@@ -129,6 +134,7 @@ def from_pretrained(
         words = "nvme_ops.offload.from_pretrained needs transformers: pip install 'transformers>=5'"
         raise ImportError(words) from error
     target = device_of(device)
+    require_switches(compute_on_host=compute_on_host)
     budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget, max_memory)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
@@ -193,7 +199,7 @@ def from_pretrained(
             if stored_in(parameter) is None:
                 parameter.data = parameter.data.to(target)
         kept = {id(weight) for key, weight in model.named_parameters(remove_duplicate=False) if key in new}
-        stream(model, weights, files, budgets, target, kept)
+        stream(model, weights, files, budgets, target, kept, compute_on_host=compute_on_host)
         undo.pop_all()
     return cast("Streamed", (model, info) if wants_info else model)
 

@@ -13,6 +13,7 @@ import torch
 
 from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import quantized
+from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import InFlight, IoFuture
@@ -46,6 +47,7 @@ def stream_weights(
     memory_budget: int | str | None = None,
     memory: Memory | None = None,
     device: str | torch.device | None = None,
+    compute_on_host: bool = False,
     exclude: str | Sequence[str] = (),
     quantize: Literal["int8"] | None = None,
     handle: aio_handle | None = None,
@@ -73,6 +75,9 @@ def stream_weights(
         memory_budget: another word for the budget of where the model computes.
         memory: in place of a budget of its own, one that is shared with others.
         device: where the model computes; where it is now when None.
+        compute_on_host: let the CPU compute with experts of few tokens in host memory where that is measured to take
+            less time than copying them; values are then those of the CPU's operations, close to the accelerator's. For
+            experts that are packed, in the dtype that is computed in.
         exclude: names of parameters and buffers that stay as they are, in memory, or patterns such as ``"lm_head.*"``
             (``fnmatch``). They come on top of the budget, as do parameters that are trained. A tied weight stays if any
             of its names is among them.
@@ -89,6 +94,7 @@ def stream_weights(
     """
     if quantize not in (None, "int8"):
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
+    require_switches(compute_on_host=compute_on_host)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if any(isinstance(module, StreamedModel) for module in model.modules()):
@@ -125,7 +131,7 @@ def stream_weights(
             if choose is not None:
                 choose("eager")  # it computes with the selected experts alone
             _move(kept, target)
-            stream(model, weights, files, budgets, target, kept, training)
+            stream(model, weights, files, budgets, target, kept, training, compute_on_host)
             before.pop_all()
         opened = undo.pop_all()
     streamed = cast("Streamed", model)

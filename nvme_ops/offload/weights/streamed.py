@@ -21,6 +21,7 @@ from nvme_ops.memory.tier import PooledTier, in_pages, tier_on
 from nvme_ops.offload.budgets import Budgets
 from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.experts.experts import Experts, handle_in_order
+from nvme_ops.offload.experts.host_computing import HostComputing
 from nvme_ops.offload.experts.host_experts import HostExperts
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.placement import kept_from_the_start, placement, share_of_experts
@@ -207,12 +208,14 @@ def stream(
     device: torch.device,
     kept: Container[int] = (),
     training: bool = False,
+    compute_on_host: bool = False,
 ) -> None:
     """Opens the window of a model whose parameters and buffers are stored tensors, and changes its class.
 
     Small weights come into memory and stay there. Parameters whose id is in ``kept`` are left as they are; the others
     take no gradient, and count towards the budget of where it computes if they are in memory already. Without
-    ``training`` the model is set to eval mode. Raises ValueError if the budget is too small.
+    ``training`` the model is set to eval mode. With ``compute_on_host`` the CPU may compute with experts.
+    Raises ValueError if the budget is too small.
     """
     memory = None if isinstance(budgets.own, int) else budgets.own
     total = budgets.nbytes
@@ -267,7 +270,12 @@ def stream(
         host = HostCopies(device, host_tier.share())
         if share:  # what every token uses comes first
             below = min(budgets.host, sum(source.room for source in foreseen if source not in stay))
-            host.share.nbytes, host_experts = below, HostExperts(device, host_tier.share(budgets.host - below))
+            host.share.nbytes, host_experts = (
+                below,
+                HostExperts(
+                    device, host_tier.share(budgets.host - below), HostComputing() if compute_on_host else None
+                ),
+            )
     if host is None and (not fits or memory is not None):
         cache = PageCache(sum(file.size for file in files))
         for file in files:
