@@ -119,7 +119,8 @@ class Window(Policy[_Weight]):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for weights, beside that of an accelerator."""
-        return 0 if self._host is None else self._host.share.nbytes
+        parts = [self._host, None if self.experts is None else self.experts.host]
+        return sum(part.share.nbytes for part in parts if part is not None)
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed, and reads ahead what is likely to be used next.
@@ -314,8 +315,8 @@ class Window(Policy[_Weight]):
             for weight, uses in self._counts
             if uses > 0
         ]
-        in_host = () if self._host is None else self._host.entries()
-        self._keep, below = placements(weights, self.share.nbytes, self.host_bytes, in_host)
+        host, in_host = (0, set()) if self._host is None else (self._host.share.nbytes, self._host.entries())
+        self._keep, below = placements(weights, self.share.nbytes, host, in_host)
         if self._host is not None:
             self._host.keep(below)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
