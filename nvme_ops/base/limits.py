@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import resource
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+from nvme_ops.base.text import bytes_of, size_words
 
 #: For each version of cgroups: the files with limits and with the bytes in use, and the line of ``memory.stat`` with
 #: the bytes that the kernel reclaims first (Documentation/admin-guide: cgroup-v2.rst and cgroup-v1/memory.rst).
@@ -83,3 +86,28 @@ def _number(path: Path) -> int | None:
 
 def _stat(path: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in _lines(path) if line.startswith(f"{name} ")), 0)
+
+
+def less_an_eighth(free: int) -> int:
+    """Returns what "auto" takes of what is free: the rest of the program needs memory, too."""
+    return free * 7 // 8
+
+
+def host_bytes(host_budget: int | str | None) -> int:
+    """Returns the bytes of host memory that may be page-locked for an accelerator; less than asked for is said.
+
+    ``"auto"``, and None, is what is free less an eighth.
+    """
+    free, locked = less_an_eighth(free_memory()), lockable_memory()
+    limit = min(free, locked)
+    if host_budget is None or host_budget == "auto":
+        return limit
+    nbytes = bytes_of("host_budget", host_budget, least=0)
+    if nbytes > limit:
+        why, fix = f"{size_words(free)} are free", "give less"
+        if locked < free:
+            why, fix = f"the limit of locked memory is {size_words(locked)}", "ulimit -l unlimited"
+        warnings.warn(
+            f"host_budget is {size_words(nbytes)}, but {why}: {size_words(limit)} are used (fix: {fix})", stacklevel=3
+        )
+    return min(nbytes, limit)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.base.limits import free_memory, lockable_memory
-from nvme_ops.base.text import bytes_of, size_words
+from nvme_ops.base.limits import free_memory, host_bytes, less_an_eighth
+from nvme_ops.memory.tier import PooledTier
 from nvme_ops.offload.memory import Memory, budget_of
 
 _AUTO = "auto"
@@ -23,15 +22,21 @@ class Budgets(NamedTuple):
     Attributes:
         own: bytes where it computes, or what it shares with others.
         host: bytes of host memory beside that of an accelerator; 0 where it computes on the CPU.
+        shared: has these bytes, if others use them, too.
     """
 
     own: int | Memory
     host: int = 0
+    shared: PooledTier | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes where it computes."""
         return self.own if isinstance(self.own, int) else self.own.nbytes
+
+    def host_tier(self) -> PooledTier:
+        """Returns the host memory beside that of an accelerator."""
+        return self.shared or PooledTier(self.host)
 
 
 def budgets_of(
@@ -72,34 +77,19 @@ def budgets_of(
             raise TypeError("host_budget= and memory_budget= are the same on the CPU: give one of them")
         given = memory_budget if host_budget is None else host_budget
         if given == _AUTO:
-            given = _less_an_eighth(free_memory())
+            given = less_an_eighth(free_memory())
         return Budgets(budget_of(given, memory, default, least))
     if device_budget is not None and memory_budget is not None:
         raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")
     given = memory_budget if device_budget is None else device_budget
     if memory is None and (given == _AUTO or (given is None and default is None)):
         given = _free_on(device)
-    return Budgets(budget_of(given, memory, default, least), host_bytes(host_budget))
-
-
-def host_bytes(host_budget: Size) -> int:
-    """Returns the bytes of host memory that may be page-locked for an accelerator; less than asked for is said.
-
-    ``"auto"``, and None, is what is free less an eighth.
-    """
-    free, locked = _less_an_eighth(free_memory()), lockable_memory()
-    limit = min(free, locked)
-    if host_budget is None or host_budget == _AUTO:
-        return limit
-    nbytes = bytes_of("host_budget", host_budget, least=0)
-    if nbytes > limit:
-        why, fix = f"{size_words(free)} are free", "give less"
-        if locked < free:
-            why, fix = f"the limit of locked memory is {size_words(locked)}", "ulimit -l unlimited"
-        warnings.warn(
-            f"host_budget is {size_words(nbytes)}, but {why}: {size_words(limit)} are used (fix: {fix})", stacklevel=3
-        )
-    return min(nbytes, limit)
+    own = budget_of(given, memory, default, least)
+    if isinstance(own, Memory) and own.host is not None:
+        if host_budget is not None:
+            raise TypeError("memory= has host memory already: give host_budget= or Memory(host=)")
+        return Budgets(own, own.host.nbytes, own.host)
+    return Budgets(own, host_bytes(host_budget))
 
 
 def where_it_computes() -> torch.device:
@@ -115,12 +105,7 @@ def _free_on(device: torch.device) -> int:
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         raise TypeError(f"{device} does not say how much of its memory is free: give device_budget=")
-    return _less_an_eighth(int(module.mem_get_info(device)[0]))
-
-
-def _less_an_eighth(free: int) -> int:
-    """Returns what "auto" takes of what is free: the rest of the program needs memory, too."""
-    return free * 7 // 8
+    return less_an_eighth(int(module.mem_get_info(device)[0]))
 
 
 def _of_max_memory(device: torch.device, max_memory: Mapping[int | str, int | str]) -> tuple[Size, Size]:

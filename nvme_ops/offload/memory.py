@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.base.lifetime import Usable
+from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
-from nvme_ops.memory.tier import Share, Tier, in_pages, tier_on
+from nvme_ops.memory.tier import PooledTier, Share, Tier, in_pages, tier_on
 from nvme_ops.offload.residency.entry import Entry
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
@@ -50,19 +51,30 @@ class Memory(Usable):
 
     Args:
         nbytes: bytes, or a size such as ``"20G"``.
+        device: the same, of an accelerator.
+        host: bytes of page-locked host memory below that of an accelerator, which all users of it share, first come,
+            first served; ``"auto"`` is what is free less an eighth. When None each has its own ``host_budget``.
 
     Raises:
         ValueError: ``nbytes`` is no size, or less than a page.
+        TypeError: neither ``nbytes`` nor ``device`` is given, or both.
     """
 
     _closed_error = "this Memory was closed"
     _forked_error = "this Memory is the parent process's: make one in this process"
 
-    def __init__(self, nbytes: int | str) -> None:
+    def __init__(
+        self, nbytes: int | str | None = None, *, device: int | str | None = None, host: int | str | None = None
+    ) -> None:
         super().__init__()
-        self.nbytes = bytes_of("nbytes", nbytes) // PAGE * PAGE  #: bytes, in whole pages
+        name, given = ("nbytes", nbytes) if device is None else ("device", device)
+        if given is None or (nbytes is not None and device is not None):
+            raise TypeError("either nbytes or device= says how much memory there is")
+        self.nbytes = bytes_of(name, given) // PAGE * PAGE  #: bytes, in whole pages
         if not self.nbytes:
-            raise ValueError(f"nbytes must be at least {PAGE}, a page")
+            raise ValueError(f"{name} must be at least {PAGE}, a page")
+        self._is_of_accelerator = device is not None or host is not None
+        self.host = None if host is None else PooledTier(host_bytes(host))  #: below an accelerator
         self.residency = Residency()
         self._tier: Tier | None = None
         self._lender: _Outside  # has what users take besides their shares
@@ -76,6 +88,8 @@ class Memory(Usable):
             RuntimeError: in a forked child.
         """
         self.require_open()
+        if device.type == "cpu" and self._is_of_accelerator:
+            raise ValueError("this Memory is memory of an accelerator, and memory of cpu is needed: make one for each")
         with self.residency.lock:
             if self._tier is None:
                 self._tier = tier_on(device, self.nbytes, two_ended=True)

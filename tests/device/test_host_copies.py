@@ -121,7 +121,7 @@ def test_a_machine_whose_memory_others_fill(device: Simulated, folder: Path, mon
     wanted = copy.deepcopy(model)(inputs(device).cpu())
     monkeypatch.setattr(tier, "free_memory", lambda: next(free, 0))
     with device.computing(), opened(device, folder, 64 * MIB, model) as streamed:
-        with pytest.warns(RuntimeWarning, match="other programs use the host's memory"):
+        with pytest.warns(RuntimeWarning, match="others use the host's memory"):
             streamed(inputs(device))
         for _ in range(3):
             before = streamed.stats()

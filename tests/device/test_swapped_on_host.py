@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import swap_params
+from nvme_ops.offload import Memory, stream_weights, swap_params
 from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.device.kinds import Simulated, on_simulated
 from tests.offload.models import layers, nbytes
@@ -16,7 +16,7 @@ from tests.offload.models import layers, nbytes
 COUNT = 12  # layers of 256 KiB, of which four fit on the device
 
 
-def swapped(device: Simulated, folder: Path, host_budget: int | str, **options: Any) -> tuple[Any, Any]:
+def swapped(device: Simulated, folder: Path, host_budget: int | str | None, **options: Any) -> tuple[Any, Any]:
     model = layers(COUNT).requires_grad_(False).to(device.device())
     usual: Any = {"device_budget": MIB + 64 * KIB, "handle": device.handle(), "min_bytes": "64K"}
     return model, swap_params(model, folder, host_budget=host_budget, **usual | options)
@@ -129,4 +129,25 @@ def test_threads_and_a_forked_child(device: Simulated, folder: Path) -> None:
 
         in_child(use)
         assert torch.equal(model(given).cpu(), wanted)
+        params.close()
+
+
+@on_simulated
+@pytest.mark.filterwarnings("ignore:others use the host")
+@torch.no_grad()
+def test_one_memory_has_both_tiers_of_several_users(device: Simulated, folder: Path) -> None:
+    given = torch.ones(2, 256)
+    memory = Memory(device="3M", host="4500K")
+    with device.computing():
+        model, params = swapped(device, folder, None, device_budget=None, memory=memory)
+        weights = layers(COUNT).requires_grad_(False)
+        wanted = weights(given)
+        with stream_weights(weights, folder, memory=memory, device=device.device()) as streamed:
+            before = model(device.tensor(given)).cpu()
+            for _ in range(4):
+                assert torch.equal(streamed(device.tensor(given)).cpu(), wanted)
+                assert torch.equal(model(device.tensor(given)).cpu(), before)
+            in_host = [params.stats().bytes_in_host, streamed.stats().bytes_in_host]
+            assert min(in_host) > 0
+            assert sum(in_host) <= 4500 * KIB
         params.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nvme_ops.base import limits
+from nvme_ops.base.limits import lockable_memory
 from nvme_ops.offload import Memory, budgets
 from nvme_ops.offload.budgets import Budgets, budgets_of
 from tests.conftest import GIB, MIB
@@ -22,8 +23,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 GiB free in host memory, 8 GiB free on the accelerator, and no limit of what is locked."""
-    monkeypatch.setattr(budgets, "free_memory", lambda: 64 * GIB)
-    monkeypatch.setattr(budgets, "lockable_memory", lambda: sys.maxsize)
+    for module in (budgets, limits):
+        monkeypatch.setattr(module, "free_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(limits, "lockable_memory", lambda: sys.maxsize)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))
 
 
@@ -49,7 +51,8 @@ def given(device: torch.device, **options: Any) -> Budgets:
 )
 @pytest.mark.filterwarnings("ignore:host_budget")
 def test_what_is_said_and_what_there_is(device: torch.device, options: dict[str, Any], wanted: tuple[int, int]) -> None:
-    assert given(device, **options) == wanted
+    made = given(device, **options)
+    assert (made.own, made.host) == wanted
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_what_is_refused(device: torch.device, options: dict[str, Any], error: t
 def test_less_than_was_asked_for_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="56 GiB are free: 56 GiB are used"):
         assert given(GPU, host_budget="80G").host == 56 * GIB
-    monkeypatch.setattr(budgets, "lockable_memory", lambda: 8 * MIB)
+    monkeypatch.setattr(limits, "lockable_memory", lambda: 8 * MIB)
     with pytest.warns(UserWarning, match="locked memory is 8 MiB: .*ulimit -l unlimited"):
         assert given(GPU, host_budget="16G").host == 8 * MIB
     with warnings.catch_warnings():
@@ -83,9 +86,23 @@ def test_less_than_was_asked_for_is_said_with_the_reason(monkeypatch: pytest.Mon
 
 def test_a_memory_takes_the_place_of_the_budget_where_it_computes() -> None:
     memory = Memory("1G")
-    assert given(GPU, memory=memory, host_budget="2G") == (memory, 2 * GIB)
+    assert given(GPU, memory=memory, host_budget="2G") == Budgets(memory, 2 * GIB)
     with pytest.raises(TypeError):
         given(GPU, memory=memory, device_budget="1G")
+
+
+def test_a_memory_may_have_host_memory_that_all_share() -> None:
+    memory = Memory(device="1G", host="2G")
+    weights, params = given(GPU, memory=memory), given(GPU, memory=memory)
+    assert weights == Budgets(memory, 2 * GIB, memory.host)
+    assert weights.host_tier() is params.host_tier() is memory.host
+    with pytest.raises(TypeError, match="has host memory already"):
+        given(GPU, memory=memory, host_budget="1G")
+    with pytest.raises(ValueError, match="memory of an accelerator"):
+        memory.share(CPU)
+    for options in ({}, {"nbytes": "1G", "device": "1G"}, {"host": "1G"}):
+        with pytest.raises(TypeError, match="either nbytes or device="):
+            Memory(**options)
 
 
 def test_the_limit_of_locked_memory_is_the_systems(tmp_path: Path) -> None:
@@ -96,6 +113,6 @@ def test_the_limit_of_locked_memory_is_the_systems(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (MIB, hard))
         for capabilities, wanted in (("0000000000000000", MIB), ("000001ffffffffff", sys.maxsize)):
             status.write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
-            assert limits.lockable_memory(tmp_path) == wanted
+            assert lockable_memory(tmp_path) == wanted
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))

@@ -25,7 +25,7 @@ from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.memory.tier import PooledTier, Tier
+from nvme_ops.memory.tier import PooledTier, Share, Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Stored, Ticket, TicketRef, Unit
@@ -47,9 +47,9 @@ _NOT_READ = "saved for the backward pass, could not be read"
 class _Saved:
     """What was saved: in host memory what there is room for, if it is an accelerator's, and the rest in the files."""
 
-    def __init__(self, files: StripedSlabs, checksums: bool, host: int) -> None:
+    def __init__(self, files: StripedSlabs, checksums: bool, host: Share) -> None:
         self._files, self._checksums = files, checksums
-        self.host = PooledTier(host).share()
+        self.host = host
         self.streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # to host memory, and from there
         self.counts = ActivationStats()
         self.leaving: list[Stored] = []  #: is to be freed once no transfer uses it any more
@@ -125,7 +125,7 @@ class Activations(Policy[Unit]):
     Args:
         folders: of the session.
         given: bytes of memory where the tensors are, or memory that is shared.
-        host: bytes of host memory beside that of an accelerator.
+        host: host memory beside that of an accelerator.
         checksums: keep a checksum of each unit.
         handle: moves the bytes.
     """
@@ -141,7 +141,7 @@ class Activations(Policy[Unit]):
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         given: int | Memory,
-        host: int = 0,
+        host: Share | None = None,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
@@ -170,7 +170,7 @@ class Activations(Policy[Unit]):
             # autograd's memory, and torch's; memory that is shared is one of the device of the first saved tensor
             share = Tier(given if isinstance(given, int) else 0, torch.device("cpu")).share()
             self._residency = Residency() if self._memory is None else self._memory.residency
-            self._stored = _Saved(self._files, checksums, host)
+            self._stored = _Saved(self._files, checksums, host or PooledTier(0).share())
             super().__init__(self._residency.lock, share, self._stored, ActivationStats())
             if not self._files.is_measured:
                 self._files.measure()

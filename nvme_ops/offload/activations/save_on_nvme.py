@@ -79,8 +79,9 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         require_switches(checksums=checksums)
         least = max(1, bytes_of("min_bytes", min_bytes, least=0))
         where = where_it_computes()
-        own, host = budgets_of(where, memory_budget, memory, device_budget, host_budget, default="256M", least=0)
-        self._activations = Activations(folder, given=own, host=host, checksums=checksums, handle=handle)
+        budgets = budgets_of(where, memory_budget, memory, device_budget, host_budget, default="256M", least=0)
+        host = budgets.host_tier().share()
+        self._activations = Activations(folder, given=budgets.own, host=host, checksums=checksums, handle=handle)
         self._choice = Choice(least) if policy == "auto" else None
         super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)
 

@@ -307,7 +307,8 @@ def swap_gradients(
     device = device_of_all(large, "the parameters are")
     if several_ranks():
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
-    given, host = budgets_of(device, memory_budget, memory, device_budget, host_budget, default="256M")
+    budgets = budgets_of(device, memory_budget, memory, device_budget, host_budget, default="256M")
+    given, host = budgets.own, budgets.host_tier().share()
     leaving = given // _LEAVING if isinstance(given, int) else min(IN_FLIGHT, given.nbytes // _SHARED)
     with contextlib.ExitStack() as undo:
         residents = Residents(

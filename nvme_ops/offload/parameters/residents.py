@@ -181,7 +181,7 @@ class Residents(Policy[Resident]):
         name: of the session.
         given: bytes of memory, or memory that is shared.
         device: where the tensors are used.
-        host: bytes of host memory beside that of an accelerator: tensors are there instead of on storage.
+        host: host memory beside that of an accelerator: tensors are there instead of on storage.
         checksums: keep a checksum of each tensor on storage.
         handle: moves the bytes.
     """
@@ -198,7 +198,7 @@ class Residents(Policy[Resident]):
         *,
         given: int | Memory,
         device: torch.device,
-        host: int = 0,
+        host: Share | None = None,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
@@ -221,7 +221,7 @@ class Residents(Policy[Resident]):
                 share, self._residency = tier_on(device, max(PAGE, self.budget // PAGE * PAGE)).share(), Residency()
             else:
                 share, self._residency = self._memory.share(device), self._memory.residency
-            self._stored = _Stored(self._store, device, PooledTier(host).share())
+            self._stored = _Stored(self._store, device, host or PooledTier(0).share())
             super().__init__(self._residency.lock, share, self._stored, SwapStats())
             self._undo = undo.pop_all()
         self.present = weakref.WeakKeyDictionary()  # weak, since a parameter may be dropped at any time

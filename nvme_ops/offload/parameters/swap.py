@@ -138,13 +138,20 @@ def swap_params(
     large = {id(parameter): parameter for _, _, parameter in every if parameter.nbytes >= least}
     if not large:
         raise ValueError("the module has no parameters, or none of min_bytes or more")
-    given, host = budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget)
+    budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget)
+    given, host = budgets.own, budgets.host_tier().share()
     sizes = [(key, 1.0, in_pages(parameter.nbytes)) for key, parameter in large.items()]
     fits = sum(nbytes for *_, nbytes in sizes) <= budgets.nbytes and isinstance(given, int)
-    in_host = worth_keeping(sizes, host) if host and not fits else set()
+    in_host = worth_keeping(sizes, host.nbytes) if host.nbytes and not fits else set()
     with contextlib.ExitStack() as undo:
         residents = Residents(
-            folder, "parameters", given=given, device=target, host=host, checksums=checksums, handle=handle
+            folder,
+            "parameters",
+            given=given,
+            device=target,
+            host=host,
+            checksums=checksums,
+            handle=handle,
         )
         undo.callback(residents.close)
         made: dict[int, torch.nn.Parameter] = {}

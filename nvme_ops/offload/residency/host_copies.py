@@ -18,7 +18,7 @@ from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
 
-_FULL = "other programs use the host's memory: weights have {} of it, and more are read from storage"
+_FULL = "others use the host's memory: weights have {} of it, and more are read from storage"
 
 
 class HostCopies(Policy[FileEntry]):

@@ -17,7 +17,7 @@ from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.file import shared_handle
 from nvme_ops.lazy.offloaded import OffloadedTensor
-from nvme_ops.memory.tier import PooledTier, in_pages, tier_on
+from nvme_ops.memory.tier import in_pages, tier_on
 from nvme_ops.offload.budgets import Budgets
 from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.experts.experts import Experts, handle_in_order
@@ -265,7 +265,7 @@ def stream(
                 file.handle = handle_in_order()
     host, host_experts = None, None
     if budgets.host and not fits:
-        host_tier = PooledTier(budgets.host)
+        host_tier = budgets.host_tier()
         stay = placement([(source, 1.0, source.room) for source in foreseen], left)
         host = HostCopies(device, host_tier.share())
         if share:  # what every token uses comes first
