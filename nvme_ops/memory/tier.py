@@ -22,6 +22,11 @@ _libc = ctypes.CDLL(None)
 Made = tuple[Any, Any]  # what gives a part back when it is freed, and what is handed out
 
 
+def _whole(tensor: torch.Tensor) -> Made:
+    """Returns the storage, which all tensors over it share and keep, and the tensor itself."""
+    return tensor.untyped_storage(), tensor
+
+
 def in_pages(nbytes: int) -> int:
     """Returns bytes rounded up to whole pages, as memory is charged."""
     return -(-nbytes // PAGE) * PAGE
@@ -172,8 +177,7 @@ class Tier:
     def _part(self, start: int, nbytes: int) -> Made:
         """Returns what is freed with the last tensor over a part, and a tensor over it."""
         del start
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return tensor, tensor
+        return _whole(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def _give_back(self, part: _Part) -> None:
         _, size, ref = part
@@ -280,8 +284,7 @@ class PooledTier(Tier):
 
     def _part(self, start: int, nbytes: int) -> Made:
         del start
-        tensor = self._pool.lease(nbytes, timeout=0).tensor
-        return tensor, tensor
+        return _whole(self._pool.lease(nbytes, timeout=0).tensor)
 
 
 def tier_on(device: torch.device, nbytes: int, two_ended: bool = False) -> Tier:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from nvme_ops import load, save
+from nvme_ops.memory.tier import tier_on
 from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.parameters.residents import Resident, Residents
-from tests.device.kinds import Device
+from tests.conftest import MIB
+from tests.device.kinds import Device, Simulated, on_doubles
 from tests.offload.models import Tied
 
 
@@ -38,6 +40,18 @@ def test_the_output_is_that_of_the_model_in_memory(device: Device, folder: Path)
             assert 0 < stats.peak_bytes <= 1200 << 10
             assert stats.bytes_read > stats.bytes_on_demand
         del outputs, streamed
+
+
+@on_doubles
+def test_memory_is_charged_until_the_last_tensor_over_it_is_gone(device: Simulated) -> None:
+    """Weights in use that have been evicted were not counted, and others came beyond the budget."""
+    share = tier_on(device.device(), MIB).share()
+    memory = share.allocate(MIB)
+    assert memory is not None
+    values, memory = memory.detach(), None
+    assert share.allocate(1) is None
+    del values
+    assert share.allocate(MIB) is not None
 
 
 def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folder: Path) -> None:
