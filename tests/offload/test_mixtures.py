@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,3 +233,16 @@ def test_copies_are_in_memory_and_of_the_classes_before(folder: Path) -> None:
         copied, wanted = copy.deepcopy(nn.Sequential(*model)), plain(X)
         assert torch.equal(model(X), wanted)
     assert torch.equal(copied(X), wanted)
+
+
+@torch.no_grad()
+def test_a_model_whose_modules_have_classes_of_their_own_is_freed(folder: Path) -> None:
+    """torch's class of a parametrized module has that module; a table of classes had the class."""
+    model: Any = mixture("packed")
+    parametrize.register_parametrization(model[0].experts, "up", nn.Tanh())
+    with stream_weights(model, folder, memory_budget="2M"):
+        model(X)
+    gone = weakref.ref(model[0].experts)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -66,15 +66,17 @@ def plain_class(derived: type) -> type[torch.nn.Module]:
     return plain
 
 
-_classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+#: By the class before and the base; no strong reference: torch's class of a parametrized module has that module.
+_classes: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[type, type]] = weakref.WeakKeyDictionary()
 
 
 def derive(module: torch.nn.Module, base: type[Derived], **attributes: object) -> None:
     """Gives a module a class derived from ``base`` and its own, always the same one, which ``torch.func`` relies on."""
     plain = type(module)
-    derived = _classes.get((base, plain))
+    known = _classes.setdefault(plain, weakref.WeakValueDictionary())
+    derived = known.get(base)
     if derived is None:
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_nvme_plain": plain}
-        _classes[base, plain] = derived = type(plain.__name__, (base, plain), names)
+        known[base] = derived = type(plain.__name__, (base, plain), names)
     module.__class__ = derived
     module.__dict__.update(attributes)
