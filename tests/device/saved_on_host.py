@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nvme_ops.base.text import parse_size
@@ -60,3 +62,31 @@ def dropped(folder: str) -> None:
         del loss
         saving.close()
         del model, saving
+
+
+def evicted(folder: str) -> None:
+    """What another thread evicts as it arrives is read again; it was taken for modified."""
+    device = private_device()
+    model, there = network().to(device.device()), device.tensor(torch.ones(256, 256))
+    model(there).sum().backward()
+    wanted = [gradient_of(param) for param in model.parameters()]
+    saving, gone = save_on_nvme(folder, device_budget=0, host_budget=0, min_bytes="64K"), list[Any]()
+    inside: Any = saving._activations
+    await_arrival = inside._residency.await_arrival
+
+    def evict_first(policy: Any, unit: Any, arrival: Any, begun: bool) -> bool:
+        arrival.result()
+        if not gone:
+            gone.append(unit.describe())
+            with inside.lock:
+                inside.discard(unit)
+        return await_arrival(policy, unit, arrival, begun)
+
+    inside._residency.await_arrival = evict_first
+    model.zero_grad()
+    with saving:
+        loss = model(there).sum()
+    loss.backward()
+    assert gone
+    assert all(map(torch.equal, map(gradient_of, model.parameters()), wanted))
+    saving.close()

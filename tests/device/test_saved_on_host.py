@@ -25,8 +25,9 @@ def test_gradients_are_right_in_any_order_of_work(folder: Path, host_budget: str
     run_python(SAVING, "gradients", folder, host_budget, seeds)
 
 
-def test_a_graph_dropped_while_its_copies_are_queued(folder: Path) -> None:
-    run_python(SAVING, "dropped", folder)
+@pytest.mark.parametrize("what", ["dropped", "evicted"])
+def test_graphs_and_tensors_that_go_while_copies_are_queued(folder: Path, what: str) -> None:
+    run_python(SAVING, what, folder)
 
 
 @pytest.mark.parametrize("host_budget", [pytest.param(budget, marks=on_a_gpu) for budget in ("0", "1200K", "64M")])

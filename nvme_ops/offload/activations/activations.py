@@ -232,6 +232,7 @@ class Activations(Policy[Unit]):
                 with self.lock:
                     if unit.memory is not None and unit.original:
                         memory = self._as_saved(unit, unit.memory)
+                        queued, version = unit.queued, unit.handed_out
                         break
                     self._collect()
                     if unit.modified:
@@ -245,15 +246,18 @@ class Activations(Policy[Unit]):
                     if self._away:
                         self._read_ahead(unit)
                 if arrival is None or self._residency.await_arrival(self, unit, arrival, begun):
-                    break
+                    with self.lock:
+                        if unit.memory is memory:  # else another thread has evicted it as it arrived
+                            queued, version = unit.queued, unit.handed_out
+                            break
             except Exception as error:
                 memory = None
                 raise _named(error, unit, _NOT_READ) from None
         self._asked = time.perf_counter()
         tensor: torch.Tensor = memory
-        if (queued := unit.queued) is not None:
+        if queued is not None:
             queued.before(tensor.device)
-        if tensor._version != unit.handed_out or (vars(tensor) and is_changed(tensor, unit.handed_out)):
+        if tensor._version != version or (vars(tensor) and is_changed(tensor, version)):
             raise modified(unit.dtype, unit.shape)
         return tensor
 
