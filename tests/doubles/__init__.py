@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from nvme_ops.base.native import native
 from nvme_ops.op_builder import finished, jit, machine
@@ -136,11 +137,32 @@ class Current(ctypes.Structure):
     _fields_ = [("device", ctypes.c_int64), ("streams", ctypes.c_int64 * 2)]
 
 
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _on_host(function: Any) -> Any:
+    """An operation that torch does not compute on the host by itself, of tensors the first of which is there."""
+
+    def run(*arguments: Any) -> Any:
+        there = arguments[0].device
+        moved = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, arguments)
+        return tree_map(lambda value: value.to(there) if isinstance(value, torch.Tensor) else value, function(*moved))
+
+    return run
+
+
+def _convolution_backward(grad: Any, given: Any, weight: Any, *options: Any) -> Any:
+    bias = [grad.shape[1]]
+    return torch.ops.aten.convolution_backward.default(grad, given, weight, bias, *options)
+
+
 @functools.cache
 def _register() -> Path:
     """From now on torch has an accelerator: renaming is how torch learns of one, and it looks for such a module."""
     path, module = build("device"), types.ModuleType("torch.privateuseone")
     torch.ops.load_library(str(path))
+    _library.impl("convolution_overrideable", _on_host(torch.ops.aten.convolution.default), "PrivateUse1")
+    _library.impl("convolution_backward_overrideable", _on_host(_convolution_backward), "PrivateUse1")
     torch.utils.rename_privateuse1_backend("privateuseone")
     vars(module).update(
         is_available=lambda: True,
@@ -148,6 +170,7 @@ def _register() -> Path:
         get_amp_supported_dtype=lambda: [torch.bfloat16],
         _is_in_bad_fork=lambda: False,  # without it, each seeding warns
         manual_seed_all=lambda seed: None,
+        device=lambda where: contextlib.nullcontext(),  # torch.load makes it the current one, and names it as well
     )
     torch._register_device_module("privateuseone", module)
     return path

@@ -11,6 +11,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -528,6 +529,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_reshape_alias", reshaped);
   library.impl("view", at::native::view);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("unfold", at::native::unfold);
 }
 
 // In time the stream is busy with it afterwards, as long as moving its arguments takes.
