@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.offload.training import take_few_in_flight
+from tests.offload.where import on_the_simulated_device  # noqa: F401
 
 _HAS_GPU = torch.cuda.is_available()
 

@@ -179,7 +179,7 @@ def rewritten(path: Path, change: Change, settings: Any = None) -> Path:
     """Changes tensors in the file of a model; returns a folder with a model of what they stand for."""
     shutil.copytree(path, plain := path / "plain")
     written, meant = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, value in nvme_ops.load(path / "model.safetensors").items():
+    for name, value in nvme_ops.load(path / "model.safetensors", map_location=torch.empty(0).device).items():
         new, meant[name] = change(name, value) or ({name: value}, value)
         written |= {key: tensor.clone() for key, tensor in new.items()}
     for folder, tensors in ((path, written), (plain, meant)):

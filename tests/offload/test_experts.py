@@ -56,12 +56,14 @@ def test_logits_are_as_in_memory(name: str, implementation: str, folder: Path, m
         wanted = plain.generate(tokens, **usual)
         with from_pretrained(path, memory_budget=budget, **options) as model, mode(), NvmeCache(folder, "4M") as cache:
             experts = model._nvme_window.experts
-            assert {len(expert.reads) for expert in experts.groups[0]} == {READS.get(name, 1)}
+            reads = READS.get(name, 1 if X.is_cpu else 2)  # more aligned
+            assert {len(expert.reads) for expert in experts.groups[0]} == {reads}
             for given in ({}, {"cache": cache}):
                 assert all(map(torch.equal, model.generate(tokens, **usual, **given).logits, wanted.logits))
             assert model.stats().peak_bytes <= budget
             assert model._nvme_window.experts is experts, "none is used as a whole"
-    assert set(computed) == {implementation != "batched_mm"}
+    if X.is_cpu or implementation != "grouped_mm":  # where transformers takes another one for some tokens
+        assert set(computed) == {implementation != "batched_mm"}
 
 
 @torch.no_grad()
