@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import stream_weights
 from tests.conftest import MIB, contents, in_child, store
 from tests.device.kinds import CHUNK, READS, WRITES, Simulated, on_simulated, sample, still_works
 from tests.offload.llama import saved_llama
-from tests.offload.models import Tied
 
 pytestmark = on_simulated
 
@@ -126,25 +124,6 @@ def test_in_time_each_direction_and_computing_take_turns_of_their_own(device: Si
         del made, there, other
 
     in_child(body)  # no thread that keeps time is left here, where others fork
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.nightly)])
-def test_streamed_weights_are_right_in_any_order_of_work(device: Simulated, folder: Path, seeds: int) -> None:
-    model, tokens = Tied().eval(), torch.tensor([[1, 2, 2], [5, 1, 3]])
-    there = device.device()
-    wanted = copy.deepcopy(model).to(there)(tokens.to(there)).cpu()
-    with (
-        device.computing(),
-        stream_weights(model, folder, memory_budget="1200K", device=there, handle=device.handle()) as streamed,
-    ):
-        given = tokens.to(there)
-        for seed in range(seeds):
-            with device.in_random_order(seed), device.on() as stream:
-                outputs = [streamed(given) for _ in range(3)]
-                device.synchronize(stream)
-            assert all(torch.equal(output.cpu(), wanted) for output in outputs), seed
-        del outputs
 
 
 def test_a_model_of_transformers_generates_there(device: Simulated, folder: Path) -> None:
