@@ -2,8 +2,7 @@
 
 Each way trains the same net in a process of its own and must get the same gradients as in memory, bit for bit. The
 convolutional net computes little for each byte that it keeps: storage decides. The transformer computes much. The bound
-is the longer of two times: computing in memory, and moving the same bytes at fio's best mixed rate. The
-table ``largest`` doubles the batch until it no longer fits a memory limit or the disk, then halves the last step.
+is the longer of two times: computing in memory, and moving the same bytes at fio's best mixed rate.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
-from benchmarks import cgroups, command, fio
+from benchmarks import command, fio
 from nvme_ops.base.command_line import size
 from nvme_ops.base.text import GIB, size_words
-from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
+from nvme_ops.measure.rows import Row, Sample, forget_peak, peak
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import save_on_nvme
 
 GROUPS = {
     "convolutional": "a light convolutional net, in samples/s: storage decides",
     "transformer": "layers of a transformer, in samples/s: computing decides",
-    "largest": "the largest batch of a deep convolutional net within a memory limit; needs root for the limit",
 }
 MEMORY = "in memory"
 _COLUMNS = ("forward", "backward", "read and written", "GB/s", "peak memory", "of the bound")
@@ -43,7 +41,7 @@ _WAYS = {
     "torch.utils.checkpoint": "checkpoint",
     "hooks by numpy.save": "numpy",
 }
-_LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
+_LAYERS = {"convolutional": 48, "transformer": 6}
 _FIRST = 1  # steps that are not counted
 
 
@@ -69,37 +67,6 @@ def net_table(run: command.Run, net: str, scratch: str) -> Table:
     table = Table(net, title, "samples/s", rows, MEMORY, _COLUMNS)
     bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync)
     return command.bounded(run, table, bound, batch, "read and written")
-
-
-def largest_table(run: command.Run, scratch: str) -> Table:
-    """Searches the largest batch of each row, once; the figure is the batch."""
-    args = run.args
-
-    def fits(row: Row, way: str, batch: int) -> bool:
-        command.show_progress(f"{row.name}: batch {batch}")
-        with cgroups.limited_memory(args.limit) as group:
-            job = {"way": way, "net": "convolutional", "layers": _LAYERS["largest"], "batch": batch, "steps": 1}
-            try:
-                command.work("activations", scratch, args, **job, budget=args.budget_of_largest, group=group)
-            except Unavailable as error:
-                row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
-                return False
-        return True
-
-    def find(row: Row, way: str) -> Sample:
-        most = 0
-        while max(1, 2 * most) <= args.most and fits(row, way, max(1, 2 * most)):
-            most = max(1, 2 * most)
-        if 2 <= most <= args.most * 2 // 3 and fits(row, way, most + most // 2):
-            most += most // 2
-        return Sample(1.0, most)
-
-    rows = [Row(label, before=os.sync) for label, way in _WAYS.items() if way != "auto"]
-    for row in rows:
-        row.run = partial(find, row, _WAYS[row.name])
-    run.measure(rows, 1, warmups=0)
-    title = f"largest batch of {_LAYERS['largest']} light layers in {size_words(args.limit)} of memory"
-    return Table("largest", title, "samples", rows, MEMORY, ())
 
 
 # What follows runs in the row's own process.
@@ -173,8 +140,6 @@ def work(job: Namespace) -> dict[str, Any]:
     torch.manual_seed(1)
     net, shape = _net(job)
     net(torch.zeros(1, *shape))  # torch's setup at first use
-    if job.group:
-        cgroups.join(job.group)
     before = forget_peak() or peak()
     result: dict[str, Any] = {"forward": [], "backward": [], "moved": [], "gradients": []}
     forward, moved = _passes(job, net)
@@ -201,7 +166,7 @@ def work(job: Namespace) -> dict[str, Any]:
 def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group in run.args.groups:
-        yield largest_table(run, scratch) if group == "largest" else net_table(run, group, scratch)
+        yield net_table(run, group, scratch)
 
 
 _FLAGS = {
@@ -209,8 +174,5 @@ _FLAGS = {
     "--batch": ("samples of the convolutional net", 64),
     "--batch-of-transformer": ("the same", 8),
     "--steps": ("of each process, after the first one", 2),
-    "--limit": ("of memory, in the group largest", "1G", size),
-    "--budget-of-largest": ("for what is saved", "64M", size),
-    "--most": ("no larger batches are tried", 1 << 16),
 }
 PROGRAM = command.Program(GROUPS, tables, 1, _FLAGS, size="16G", rounds=5)

@@ -49,11 +49,9 @@ SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "checkpoint": (f"--size 32M --state-dict large --only {' '.join(FILES)}", FILES),
     "checkpoint fresh": ("--size 32M --only fresh", ["fresh"]),
     # the net saves more than the budget and what may be on its way, so that something has to be written
-    "activations": (
-        "--size 1G --steps 1 --budget 4M --batch 16 --most 2 --only convolutional largest", ["convolutional", "largest"]
-    ),
+    "activations": ("--size 1G --steps 1 --budget 4M --batch 16 --only convolutional", ["convolutional"]),
     "adaptive": ("--size 16M --sizes 1M", list(adaptive.GROUPS)),
-    "data": ("--size 4M --sizes 4K --workers 1 --records 5000 --log-records 1000", ["random", "index", "log"]),
+    "data": ("--size 4M --sizes 4K --workers 1", ["random"]),
     "inference": ("--size 8M --budget 4M --batch 2 --steps 2 --only nvme_ops accelerate mapped", ["batch 2"]),
     "inference experts": ("--size 8M --only experts", [f"experts, {feed}, 3 of 5" for feed in FEEDS]),
     "training": ("--size 4M --steps 1 --budget 256M --batch 8", list(training.GROUPS)),
@@ -75,7 +73,7 @@ def test_a_small_run(
     for module, attribute, smaller in (
         (command, "in_new_process", _in_prepared_process), (adaptive, "_PASS", 2 * MIB), (adaptive, "LEARNING", 5),
         (checkpoint, "_REST", 0.0), (activations, "GIB", 64 * MIB), (activations, "_WAYS", ways),
-        (activations, "_LAYERS", {"convolutional": 6, "transformer": 2, "largest": 8}),
+        (activations, "_LAYERS", {"convolutional": 6, "transformer": 2}),
         (inference, "_FIFTHS", (3,)), (inference, "_FEEDS", FEEDS), (inference, "_MIXED", inference._MIXED[:3:2]),
     ):  # fmt: skip
         monkeypatch.setattr(module, attribute, smaller)
