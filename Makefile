@@ -6,12 +6,13 @@
 #   make lint       ruff, mypy, clang-format                     make format rewrites instead
 #   make bench      this package beside others                   make bench BENCH_ARGS='--help'
 #   make gpu-test   the tests that need a GPU                    make gpu-test TORCH=torch
-#   make gpu-bench  between files and GPU memory, beside others  make gpu-bench BENCH_ARGS='--help'
+#   make gpu-bench  one PART of what a GPU needs, beside others  make gpu-bench PART=weights BENCH_ARGS='--folder DIR'
 #   make benchmarks-page  the figures of docs and README         make benchmarks-page PAGE_ARGS='--help'
 #   make docs       the pages and the reference as a site, in build/site; a warning is an error
 #   make wheel      the wheel that needs no compiler         make wheel WHEEL_ARGS='--torch installed'
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
 #
+# PART is raw (between files and GPU memory), weights, experts, cache, training or activations: 8 minutes each, at most.
 # TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
 # OPS are compiled before the tests; another one when a test first loads it.
 # TEST_PROCESSES tests run at once, 0 for one after the other in pytest's own process (for -s and --pdb).
@@ -23,6 +24,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 OPS ?= async_io gds
 BENCH_ARGS ?=
+PART ?= raw
 PAGE_ARGS ?=
 WHEEL_ARGS ?=
 
@@ -86,8 +88,19 @@ bench: $(VENV)/bench
 benchmarks-page: $(VENV)/bench
 	$(WITH_ENV) python benchmarks page $(PAGE_ARGS)
 
+# the later of two flags counts, so BENCH_ARGS changes any of these
+ON_GPU = --minutes 8 --no-deepspeed --device cuda:0
+GPU_raw = gpu_io --minutes 8
+GPU_weights = inference $(ON_GPU) --rounds 1 --only memory nvme_ops accelerate diffusers --size 30G --batch 1
+GPU_experts = inference $(ON_GPU) --rounds 1 --only experts --size 30G --host-budget 0 8G auto
+GPU_cache = inference $(ON_GPU) --rounds 1 --only cache --size 16G --batch 64 --device-budget 4G --host-budget 0 4G auto
+GPU_training = training $(ON_GPU) --rounds 1 --size 4G --device-budget 1G --host-budget 0 4G auto
+GPU_activations = activations $(ON_GPU) --rounds 2 --batch 256 --batch-of-transformer 64 --device-budget 1G \
+  --host-budget 0 4G auto
+
 gpu-bench: $(VENV)/bench
-	$(WITH_ENV) python benchmarks gpu_io $(BENCH_ARGS)
+	$(if $(GPU_$(PART)),,$(error PART is one of raw, weights, experts, cache, training and activations, not $(PART)))
+	$(WITH_ENV) python benchmarks $(GPU_$(PART)) $(BENCH_ARGS)
 
 wheel: $(VENV)/wheel
 	$(WITH_ENV) PYTHONPATH=. python tools/make_wheel.py $(WHEEL_ARGS)

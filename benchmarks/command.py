@@ -20,6 +20,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def _figures(words: Callable[[float], str], *names: str) -> None:
 _figures(share_words, "of the bound", "hits")
 _figures(lambda seconds: f"{ratio_words(seconds)} s",
          "step", "first token", "load", "forward", "backward", "optimizer", "LRU step")  # fmt: skip
-_figures(size_words, "read per step", "written per step", "read and written", "while decoding", "LRU reads")
+_figures(size_words, "read per step", "written per step", "read and written", "while decoding", "LRU reads",
+         "over the bus", "device memory", "LRU over the bus")  # fmt: skip
 _figures(ratio_words, "GB/s", "reads / LRU", "step / LRU", "guesses right", "guesses wrong")
 
 
@@ -108,6 +110,7 @@ def parse(name: str, argv: Sequence[str]) -> tuple[Program, Namespace]:
     add("--rounds", type=positive, default=program.rounds, metavar="N",
         help=f"timed passes over all rows of a table (default {program.rounds})")  # fmt: skip
     add("--only", nargs="+", choices=program.groups, metavar="GROUP", help="only these groups, listed below")
+    add("--minutes", type=positive, metavar="N", help="leave out passes for which so many are too few")
     for flag, (told, default, *reads) in program.flags.items():
         read = reads[0] if reads else positive
         if default is False:
@@ -146,10 +149,12 @@ class Run:
     """Runs a program. Its ``result`` is for the JSON file and the picture."""
 
     def __init__(self, program: Program, args: Namespace) -> None:
-        self.args = args
-        about = program.prepare(args)
+        self.args, self._longest = args, 0.0  # seconds of a pass
+        args.end = time.monotonic() + 60 * args.minutes if args.minutes else 0
+        about = program.prepare(args) | ({"time": f"at most {args.minutes} minutes"} if args.minutes else {})
         show_progress("loading this package's op")
-        kept = {name: value for name, value in vars(args).items() if name not in ("folder", "json", "output", "only")}
+        private = ("folder", "json", "output", "only", "end")
+        kept = {name: value for name, value in vars(args).items() if name not in private}
         self.result: dict[str, Any] = {"machine": machine.machine(), **kept, "about": about, "folders": {}}
         show_progress("")
         print(machine.facts(self.result["machine"], about))
@@ -169,7 +174,18 @@ class Run:
 
     def measure(self, rows: Sequence[Row], rounds: int = 0, warmups: int = 1) -> None:
         """Measures rows before their table is yielded."""
+        for row in rows:
+            row.run = partial(self._in_time, row.run)
         interleave(rows, rounds or self.args.rounds, show_progress, warmups)
+
+    def _in_time(self, work: Callable[[], Sample]) -> Sample:
+        begin = time.monotonic()
+        if self.args.end and begin + self._longest > self.args.end:  # it may take as long as any before
+            raise Unavailable(f"left out: {self.args.minutes} minutes were too few")
+        try:
+            return work()
+        finally:
+            self._longest = max(self._longest, time.monotonic() - begin)
 
 
 def note(result: dict[str, Any], words: str) -> None:
@@ -228,16 +244,18 @@ def execute(argv: Sequence[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def in_new_process(program: str, *words: str, folder: str | None = None, **variables: str) -> Any:
-    """Returns the JSON in the last line that a Python program prints; Unavailable with the last line of its errors."""
-    done = subprocess.run(
-        tied([sys.executable, "-c", program, *words]),
-        env={"DS_ACCELERATOR": "cpu", **environment(), **variables},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+def in_new_process(program: str, *words: str, folder: str | None = None, end: float = 0, **variables: str) -> Any:
+    """Returns the JSON in the last line that a Python program prints; Unavailable with the last line of its errors.
+
+    ``end``: when it is killed, by ``time.monotonic()``, if ever.
+    """
+    more: dict[str, Any] = {"env": {"DS_ACCELERATOR": "cpu", **environment(), **variables}, "cwd": folder, "text": True}
+    more["timeout"] = max(1.0, end - time.monotonic()) if end else None
+    try:
+        done = subprocess.run(tied([sys.executable, "-c", program, *words]), stdin=subprocess.DEVNULL,
+                              capture_output=True, **more)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"left out: not done after {more['timeout']:.0f} s") from None
     if done.returncode:
         raise Unavailable((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -255,7 +273,8 @@ def work(module: str, folder: str, args: Namespace, **more: object) -> dict[str,
     )
     with tempfile.TemporaryDirectory(dir=folder) as place:
         words = json.dumps({"group": "", **vars(args), **more, "folder": place})
-        result: dict[str, Any] = in_new_process(program, words, folder=place)
+        accelerator = "cuda" if args.device.startswith("cuda") else "cpu"
+        result: dict[str, Any] = in_new_process(program, words, folder=place, end=args.end, DS_ACCELERATOR=accelerator)
     return result
 
 
@@ -301,27 +320,35 @@ def forget(*folders: str) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def bounded(run: Run, table: Table, bound: Row, amount: int, moved: str) -> Table:
-    """Measures a table, and fio as its last row; adds the bound's share of each sample's time.
+def bounded(
+    run: Run, table: Table, bounds: Mapping[str, Row], amount: int,
+    needs: Callable[[Row, Sample], Mapping[str, float]] = lambda _, sample: sample.figures,
+) -> tuple[float, dict[str, float]]:  # fmt: skip
+    """Measures a table, and what bounds it as its last rows; adds the bound's share of each sample's time.
 
-    The bound is the time of computing, or of moving the sample's bytes, its figure ``moved``, at fio's rate. Both are
-    medians of this run; the first row computes in memory. ``amount`` is what a pass of any row does.
+    The bound is the longest of: computing, as the first row does in memory, and moving the bytes that a row ``needs``
+    at the rates of ``bounds``, rows by the figure of bytes that they move. All are medians of this run. ``amount`` is
+    what a pass of any row does. Returns the seconds of computing, and of a byte by figure, which are none if one fails.
     """
-    rows, fio_pass = list(table.rows), bound.run
+    rows = list(table.rows)
 
-    def shown() -> Sample:
-        sample = fio_pass()
-        return Sample(sample.seconds, amount, figures={moved: sample.amount, "GB/s": sample.rate / 1e9})
+    def shown(move: Callable[[], Sample], figure: str) -> Sample:
+        sample = move()
+        return Sample(sample.seconds, amount, figures={figure: sample.amount, "GB/s": sample.rate / 1e9})
 
-    bound.run = shown
-    table.rows.append(bound)
+    for figure, row in bounds.items():
+        row.run = partial(shown, row.run, figure)
+        table.rows.append(row)
     run.measure(table.rows, warmups=0)  # each pass is a new process, whose first step is not counted
-    rates = [sample.figures[moved] / sample.seconds for sample in bound.samples if sample]
-    computing = [sample.seconds for sample in rows[0].samples if sample]
-    for sample in [sample for row in rows for sample in row.samples if sample and rates and computing]:
-        longer = max(statistics.median(computing), sample.figures.get(moved, 0) / statistics.median(rates))
-        sample.figures["of the bound"] = longer / sample.seconds
-    return table
+    paces = {figure: statistics.median(sample.seconds / sample.figures[figure] for sample in row.samples if sample)
+             for figure, row in bounds.items() if any(row.samples)}  # fmt: skip
+    computing = statistics.median([sample.seconds for sample in rows[0].samples if sample] or [0.0])
+    if len(paces) < len(bounds):
+        return computing, {}
+    for row, sample in [(one, sample) for one in rows for sample in one.samples if sample]:
+        moving = (needs(row, sample).get(figure, 0) * pace for figure, pace in paces.items())
+        sample.figures["of the bound"] = max(computing, *moving) / sample.seconds
+    return computing, paces
 
 
 def let_the_device_rest(size: int) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 import nvme_ops
-from benchmarks import command
+from benchmarks import accelerators, command
 from benchmarks.peers import gdsio_row, load_deepspeed
 from benchmarks.raw_io import fio_row, mover, practised
 from nvme_ops.base.command_line import size
@@ -224,26 +224,17 @@ def _proc_modules() -> None:
 
 
 def check(args: Namespace) -> None:
-    """Raises ValueError when torch cannot use the GPU that is named."""
+    """Raises ValueError for what cannot be measured."""
     if args.block_size % PAGE:
         raise ValueError(f"--block-size {args.block_size}: not a multiple of 4K")
-    kind, _, number = args.device.partition(":")
-    if kind != "cuda" or not (number or "0").isdecimal():
-        raise ValueError(f"--device {args.device}: not cuda:N")
-    if not torch.cuda.is_available():
-        words = "torch.cuda is not available: a CUDA GPU, its driver (nvidia-smi) and a torch with CUDA are needed"
-        raise ValueError(words)
-    if int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    if args.device == accelerators.CPU:
+        raise ValueError("--device cpu: not cuda:N")
+    accelerators.check(args)
 
 
 def prepare(args: Namespace) -> dict[str, str]:
     """Returns the GPU, and whether cuFile moves data directly between storage and GPU, or why it cannot work."""
-    device = torch.device(args.device)
-    words = {"device": str(device), "blocks": size_words(args.block_size), "threads": str(args.threads)}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        words |= {"gpu": f"{properties.name}, {size_words(properties.total_memory)}", "cuda": str(torch.version.cuda)}
+    words = accelerators.prepare(args) | {"blocks": size_words(args.block_size), "threads": str(args.threads)}
     try:
         driver = GDSBuilder().load().open_driver(cufile_libraries())
     except RuntimeError as reason:
@@ -269,12 +260,12 @@ def aims(measured: Table) -> Iterator[str]:
 
 def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each direction. The rows' memory and processes end with it."""
-    args, device = run.args, torch.device(run.args.device)
-    path = command.data_file(scratch, args.size)
+    args, path = run.args, command.data_file(scratch, run.args.size)
     for group in args.groups:
         settings: dict[str, Any] = {"block_size": args.block_size, "threads": args.threads}
-        work = GpuWork(path, args.size, group == "write", device=device, **settings)
         with ExitStack() as stack:
+            device = stack.enter_context(accelerators.opened(args.device))
+            work = GpuWork(path, args.size, group == "write", device=device, **settings)
             remote = remote_rows(stack, work, not args.no_deepspeed)
             rows = [fio_row(work), *stack.enter_context(nvme_ops_rows(work)), *remote, *other_rows(work)]
             measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)

@@ -11,13 +11,25 @@ from typing import Any
 
 import pytest
 
-from benchmarks import activations, adaptive, checkpoint, command, fio, gpu_io, inference, raw_io, training
+from benchmarks import (
+    accelerators,
+    activations,
+    adaptive,
+    checkpoint,
+    command,
+    fio,
+    gpu_io,
+    inference,
+    raw_io,
+    training,
+)
 from nvme_ops.base.text import GIB, MIB
 from nvme_ops.measure import files
 from nvme_ops.measure.rows import Unavailable, interleave
 from nvme_ops.op_builder.trust import default_root
 from tests import prepared
 from tests.conftest import REPOSITORY, refusal, run_python
+from tests.device.kinds import on_a_gpu
 from tests.made_up import executable
 
 # Small runs: the arguments, what is made smaller, and the groups that must come with a figure in each row
@@ -26,13 +38,13 @@ from tests.made_up import executable
 _in_new_process = command.in_new_process
 
 
-def _in_prepared_process(program: str, *words: str, folder: str = ".", **variables: str) -> Any:
+def _in_prepared_process(program: str, *words: str, folder: str = ".", end: float = 0, **variables: str) -> Any:
     """Does as ``command.in_new_process``, but torch need not be imported first, nor the op compiled.
 
     A process with a limit on its memory is a new one all the same: to copy what it shares with another takes memory.
     """
     if '"group": "/' in "".join(words):
-        return _in_new_process(program, *words, folder=folder, **variables)
+        return _in_new_process(program, *words, folder=folder, end=end, **variables)
     variables.pop("TORCH_EXTENSIONS_DIR", None)
     imported = ("transformers.models.llama.modeling_llama", "accelerate") if "inference" in program else ()
     place = Path(folder).absolute()
@@ -55,24 +67,56 @@ SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "inference": ("--size 8M --budget 4M --batch 2 --steps 2 --only nvme_ops accelerate mapped", ["batch 2"]),
     "inference experts": ("--size 8M --only experts", [f"experts, {feed}, 3 of 5" for feed in FEEDS]),
     "training": ("--size 4M --steps 1 --budget 256M --batch 8", list(training.GROUPS)),
+    "inference on an accelerator": (
+        "--size 8M --device-budget 4M --host-budget 0 2M auto --batch 2 --steps 2 --only nvme_ops accelerate diffusers",
+        ["batch 2"],
+    ),
+    "inference with a cache on an accelerator": (
+        "--size 16M --device-budget 8M --host-budget 0 4M --batch 2 --only cache", ["cache, batch 2"]
+    ),
+    "inference with experts on an accelerator": (
+        "--size 8M --device-budget 2M --host-budget 0 1M --only experts", ["experts, chosen by Zipf(1.0), 3 of 5"]
+    ),
+    "training on an accelerator": (
+        "--size 4M --device-budget 64M --host-budget 0 64M --steps 1 --batch 8", list(training.GROUPS)
+    ),
+    "activations on an accelerator": (
+        "--device-budget 4M --host-budget 0 16M --steps 1 --batch-of-transformer 1 --only transformer", ["transformer"]
+    ),
 }  # fmt: skip
 _QUICK = ("raw_io", "checkpoint")
-_ABSENT = ("not installed", "left out", "No module named", "pip install", "no cgroup")  # in a note
+_ABSENT = ("not installed", "left out", "No module named", "pip install", "no cgroup", "no host memory")  # in a note
+
+
+_THERE = "on an accelerator"
+_DEVICES = [pytest.param("simulated", marks=pytest.mark.nightly), pytest.param("cuda:0", marks=on_a_gpu)]
+
+
+@pytest.mark.parametrize("device", _DEVICES)
+@pytest.mark.parametrize("name", [name for name in SMALL if name.endswith(_THERE)])
+def test_a_small_run_there(
+    name: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All budgets, of the accelerator and the host, give the tokens, losses and gradients of its memory alone."""
+    monkeypatch.setitem(SMALL, name, (f"{SMALL[name][0]} --device {device}", SMALL[name][1]))
+    test_a_small_run(name, folder, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.nightly) for name in SMALL]
-)
+    "name",
+    [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.nightly)
+     for name in SMALL if not name.endswith(_THERE)],
+)  # fmt: skip
 def test_a_small_run(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = name.split()[0]
     if program == "inference":
         pytest.importorskip("transformers")
-    ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "numpy")}
+    ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "numpy", "host")}
     for module, attribute, smaller in (
         (command, "in_new_process", _in_prepared_process), (adaptive, "_PASS", 2 * MIB), (adaptive, "LEARNING", 5),
-        (checkpoint, "_REST", 0.0), (activations, "GIB", 64 * MIB), (activations, "_WAYS", ways),
+        (checkpoint, "_REST", 0.0), (accelerators, "GIB", 64 * MIB), (activations, "_WAYS", ways),
         (activations, "_LAYERS", {"convolutional": 6, "transformer": 2}),
         (inference, "_FIFTHS", (3,)), (inference, "_FEEDS", FEEDS), (inference, "_MIXED", inference._MIXED[:3:2]),
     ):  # fmt: skip
@@ -97,19 +141,13 @@ def test_a_small_run(
     assert {left.name for left in folder.iterdir()} <= {"found.json", "cache"}
 
 
-def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(folder: Path) -> None:
+@pytest.mark.parametrize("device", _DEVICES)
+def test_a_small_run_of_transfers_there(device: str, folder: Path) -> None:
     """In a process of its own: cuFile cannot be used in forked children of one that has used it."""
     done = run_python(
-        """
-        import dataclasses
-        import sys
-        from benchmarks import command, gpu_io
-
-        gpu_io.PROGRAM = dataclasses.replace(gpu_io.PROGRAM, check=lambda _: None)
-        sys.exit(command.main(["gpu_io", *sys.argv[1:]]))
-        """,
+        "import sys; from benchmarks import command; sys.exit(command.main(['gpu_io', *sys.argv[1:]]))",
         *("--folder", folder, "--size", "8M", "--rounds", "1", "--threads", "2"),
-        *("--no-deepspeed", "--device", "cpu", "--json"),
+        *("--no-deepspeed", "--device", device, "--json"),
         PYTHONWARNINGS="ignore::RuntimeWarning",  # memory that may not be locked
     )
     assert os.listdir(folder) == []
