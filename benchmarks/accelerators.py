@@ -53,11 +53,9 @@ def check(args: Namespace) -> None:
         return
     if kind != "cuda" or not (number or "0").isdecimal():
         raise ValueError(f"--device {args.device}: not cuda:N")
-    if not torch.cuda.is_available():
-        words = "torch.cuda is not available: a CUDA GPU, its driver (nvidia-smi) and a torch with CUDA are needed"
-        raise ValueError(words)
-    if int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    if int(number or 0) >= (count := torch.cuda.device_count()):
+        words = "" if count else "; a CUDA GPU, its driver (nvidia-smi) and a torch with CUDA are needed"
+        raise ValueError(f"--device {args.device}: there are {count} GPUs, counted from 0{words}")
 
 
 def require_peer(args: Namespace, package: str) -> None:

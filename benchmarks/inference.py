@@ -238,9 +238,11 @@ def experts_table(run: command.Run, scratch: str, model: str, feed: str, fifths:
 
     mixed = _MIXED if fifths == _FIFTHS[0] else _MIXED[:-1]
     rows, setups = rows_of((entry for entry in _CONTENDERS if entry.load in mixed), run.args, decode, budget)
-    words = f"{size_words(budget)} of memory, " if run.args.device == accelerators.CPU else ""
-    title = f"{size_words(nbytes)} of weights, {words}{feed}"
-    table = Table(f"experts, {feed}, {fifths} of 5", title, "tokens/s", rows, MEMORY, _OF_EXPERTS)
+    group, memory = f"experts, {feed}, {fifths} of 5", f"{size_words(budget)} of memory, "
+    if run.args.device != accelerators.CPU:
+        group, memory = f"experts, {feed}", ""
+    title = f"{size_words(nbytes)} of weights, {memory}{feed}"
+    table = Table(group, title, "tokens/s", rows, MEMORY, _OF_EXPERTS)
     computing, paces = measured(run, scratch, file, table, 1 if steps else prompt, setups, nbytes)
     count = sizes["num_hidden_layers"] * sizes["num_experts"]
     for row in table.rows[1 : len(setups)] if choices and paces else ():
