@@ -68,7 +68,7 @@ class _Saved:
         if stored.host is not None:
             entry.queued = copy = Copy(self.streams[entry.device][1])
             stored.transfers.append(copy.future(memory))
-            copy.begin(memory, stored.host[: entry.nbytes])
+            copy.begin((memory, stored.host[: entry.nbytes]))
             entry.handed_out = memory._version
             self.counts.bytes_from_host += entry.nbytes
             return memory, None, 0
@@ -96,7 +96,7 @@ class _Saved:
             copy = Copy(self.streams[entry.device][0])
             transfers.append(copy.future(memory, host))
             entry.stored = Stored([], transfers, host=host)
-            copy.begin(host[: entry.nbytes], memory)
+            copy.begin((host[: entry.nbytes], memory))
             self.counts.bytes_to_host += entry.nbytes
             return transfers[0], 0
         try:

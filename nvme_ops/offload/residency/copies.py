@@ -41,14 +41,15 @@ class Copy(QueuedWork):
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._failure: BaseException | None = None
 
-    def begin(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts to copy. If that fails, nothing of it goes on."""
+    def begin(self, *moves: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Starts to copy, to the first of two tensors what is in the second. If that fails, nothing of it goes on."""
         self._is_begun = True
         try:
             self._stream.wait_event(self._owners_work)
             module: Any = torch.get_device_module(self._stream.device)
             with getattr(module, "stream", lambda stream: stream)(self._stream):
-                to.copy_(source, non_blocking=True)
+                for to, source in moves:
+                    to.copy_(source, non_blocking=True)
             self._event = self._stream.record_event()
         except BaseException:
             if current_stream(self._stream.device) != self._owner:  # Ctrl-C came as the block ended

@@ -109,7 +109,7 @@ class HostCopies(Policy[FileEntry]):
         values = entry.over(memory)
         entry.own_tensors = tensors_over(values)
         entry.queued = self._copying[copy] = copying = Copy(self._stream)
-        copying.begin(memory, copy.values)
+        copying.begin((memory, copy.values))
         self.counts.bytes_from_host += copy.nbytes
         return values, None, 0
 
