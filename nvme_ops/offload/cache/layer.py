@@ -1,4 +1,4 @@
-"""``PagedLayer``: the keys and values of one layer, in memory, in files, or in both."""
+"""``PagedLayer``: the keys and values of one layer, in memory, below it, or in both."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class PagedLayer(Entry):
 
     Args:
         number: the layer's, for messages.
-        page_bytes: the most bytes of a page, as far as its alignment allows.
         window: the most tokens that attention sees, the current one included; None: all.
     """
 
@@ -63,9 +62,9 @@ class PagedLayer(Entry):
     device: torch.device  #: where they are used
     files: Segments
 
-    def __init__(self, number: int, page_bytes: int, window: int | None = None) -> None:
+    def __init__(self, number: int, window: int | None = None) -> None:
         super().__init__(0)
-        self.number, self._page_bytes, self._window = number, page_bytes, window
+        self.number, self._window = number, window
         self.recording = False  #: keep tokens that have left the window, for a later ``crop``
         self.clear()
 
@@ -81,17 +80,21 @@ class PagedLayer(Entry):
         self._reordered: list[_Reordered] = []
         self._base = self._capacity = 0  # the first token in memory, and how many there is room for
         self._read_end = 0  # tokens before this one came from the files
+        self._has_arrived = True
 
     # Its shape
 
-    def shape(self, batch: int, kinds: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Sets how many rows there are, and the heads, width and dtype of the keys and of the values."""
+    def shape(self, batch: int, kinds: Sequence[tuple[int, int, torch.dtype]], page_bytes: int) -> None:
+        """Sets how many rows there are, and the heads, width and dtype of the keys and of the values.
+
+        A page has at most ``page_bytes``, as far as its alignment allows.
+        """
         self.batch = batch
         self._halves = [_Half(*kind, batch * kind[0]) for kind in kinds]
         self._token_bytes = sum(half.nbytes for half in self._halves)
         aligned = math.lcm(*(PAGE // math.gcd(half.row_bytes, PAGE) for half in self._halves))
-        self._page = aligned * max(1, self._page_bytes // (aligned * self._token_bytes))
-        self.tail_bytes = self._page * self._token_bytes
+        self.page = aligned * max(1, page_bytes // (aligned * self._token_bytes))  #: tokens
+        self.tail_bytes = self.page * self._token_bytes
 
     @property
     def kinds(self) -> list[tuple[int, int, torch.dtype]]:
@@ -134,9 +137,10 @@ class PagedLayer(Entry):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens, for which there is room; returns the keys and values that attention sees."""
-        before, self.tokens = self.tokens, self.tokens + keys.shape[2]
+        before, after = self.tokens, self.tokens + keys.shape[2]
         for which, states in enumerate((keys, values)):
-            self._typed(which)[:, :, before - self._base : self.tokens - self._base].copy_(states.detach())
+            self._typed(which)[:, :, before - self._base : after - self._base].copy_(states.detach())
+        self.tokens = after
         seen = 0 if self._window is None else max(0, before - self._window + 1)
         visible = self._from(0, seen), self._from(1, seen)
         if not self.recording:
@@ -165,8 +169,9 @@ class PagedLayer(Entry):
         """Starts to read all needed tokens into memory; returns the transfer, if any, and its bytes. Raises OSError."""
         reads: list[IoFuture] = []
         self._place(memory)
-        self._read_end = min(self._written, self.tokens)
+        self._read_end, self._has_arrived = min(self._written, self.tokens), False
         try:
+            self.queued = self.files.copy(self._base, self._read_end, self._in_memory())
             nbytes = self.files.read(self._base, self._read_end, self._in_memory(), reads, priority)
             self._copy_rest(from_tail=True)
         except BaseException:
@@ -174,11 +179,17 @@ class PagedLayer(Entry):
             raise
         if reads:
             return reads[0] if len(reads) == 1 else joined(reads), nbytes
-        self.arrive()
+        if self.queued is None:
+            self.arrive()
         return None, 0
 
     def arrive(self) -> None:
-        """Completes what was read."""
+        """Completes what was read, and copied, for which an accelerator waits from then on."""
+        if self._has_arrived or self.memory is None:
+            return
+        if self.queued is not None:
+            self.queued.before(self.memory.device)
+        self._has_arrived = True
         for first, last, rows in self._reordered:
             self._reorder_tokens(max(first, self._base), min(last, self._read_end), rows)
         self._cut(self._page_floor(self.tokens))
@@ -207,7 +218,7 @@ class PagedLayer(Entry):
         count = self.tokens - self._written
         for half in (0, 1) if count > 0 and self.tail is not None else ():
             ours = self._typed(half)[:, :, self._written - self._base : self.tokens - self._base]
-            tail = self._typed(half, self.tail, self._page)[:, :, :count]
+            tail = self._typed(half, self.tail, self.page)[:, :, :count]
             target, source = (ours, tail) if from_tail else (tail, ours)
             target.copy_(source)
 
@@ -255,7 +266,7 @@ class PagedLayer(Entry):
         if self.memory is not None:
             self._reorder_tokens(self._base, self.tokens, rows)
         elif self.tail is not None:
-            self._reorder_memory(self.tail, self._page, 0, self.tokens - self._written, rows)
+            self._reorder_memory(self.tail, self.page, 0, self.tokens - self._written, rows)
 
     def select(
         self, rows: torch.Tensor, old: Sequence[torch.Tensor], memory: torch.Tensor, tail: torch.Tensor, files: Segments
@@ -266,19 +277,19 @@ class PagedLayer(Entry):
         self._place(memory)
         self._written = self._safe = self._base
         for half, source in enumerate(old):
-            target = self.half(half)
+            target, indices = self.half(half), rows.to(memory.device)
             for begin in range(0, source.shape[2], step := self._chunk(half)):
-                part = source[:, :, begin : begin + step].index_select(0, rows)
+                part = source[:, :, begin : begin + step].index_select(0, indices)
                 target[:, :, begin : begin + step].copy_(part)
         self._note_changes()
 
     # Below
 
     def _page_floor(self, tokens: int) -> int:
-        return tokens // self._page * self._page
+        return tokens // self.page * self.page
 
     def _page_ceil(self, tokens: int) -> int:
-        return -(-tokens // self._page) * self._page
+        return -(-tokens // self.page) * self.page
 
     def _place(self, memory: torch.Tensor) -> None:
         self.memory = self.values = memory
@@ -323,11 +334,12 @@ class PagedLayer(Entry):
         self._reorder_memory(self._there(), self._capacity, first - self._base, last - self._base, rows)
 
     def _reorder_memory(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
+        indices = rows.to(memory.device)
         for half in (0, 1):
             tokens = self._typed(half, memory, capacity)
             for at in range(begin, end, step := self._chunk(half)):
                 part = tokens[:, :, at : min(end, at + step)]
-                part.copy_(part.index_select(0, rows))
+                part.copy_(part.index_select(0, indices))
 
     def _leave_window(self) -> None:
         if self._window is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from transformers import Cache, DynamicCache
@@ -22,8 +22,9 @@ from transformers.cache_utils import (
 )
 
 from nvme_ops.base.lifetime import Closing
-from nvme_ops.base.text import counted, never_raising
+from nvme_ops.base.text import bytes_of, counted, never_raising
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.offload.budgets import Budgets, Size, budgets_of
 from nvme_ops.offload.cache.pager import CacheStats, Pager
 from nvme_ops.offload.memory import Memory, budget_of
 
@@ -168,26 +169,31 @@ class NvmeHybridLayer(LinearAttentionLayer, NvmeLayer):  # type: ignore[override
 
 
 class NvmeCache(Closing, DynamicCache):
-    """Keys and values in bounded host memory, and beyond it in files, for contexts and batches larger than memory.
+    """Keys and values in bounded memory, and beyond it in files, for contexts and batches larger than memory.
 
         with nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G") as cache:
             model.generate(**inputs, cache=cache)  # past_key_values= before transformers 5.24
 
     It is used like transformers' ``DynamicCache``, with any implementation of attention. As many layers as fit stay in
-    memory; the others are read while those before them compute. The files are removed when the cache is closed or
-    gone, at the latest when the program ends. One thread at a time may use it.
+    memory; the others are read while those before them compute. With an accelerator that is its own memory; what leaves
+    it goes to page-locked host memory, and to files what does not fit there. The files are removed when the cache is
+    closed or gone, at the latest when the program ends. One thread at a time may use it.
 
     Args:
         folder: where files go; several, each on a device of its own, share the layers by their measured rates.
-        memory_budget: bytes of host memory for keys and values, those of the layer in use included, or a size such as
-            ``"4G"``.
-        memory: in place of a budget of its own, one that is shared with streamed weights, which give way.
+        memory_budget: an older name of ``host_budget``.
+        device_budget: bytes of an accelerator's memory for keys and values, those of the layer in use included, or a
+            size such as ``"4G"``; ``"auto"``, and None, is 7/8 of what is free when the first ones come. With 0 they
+            stay in ordinary host memory, and are copied at each use.
+        host_budget: the same of host memory; on an accelerator beside its own, and 0 is none.
+        memory: in place of budgets of its own, host memory that is shared with streamed weights, which give way.
         config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
             recurrent state instead of keys and values are supported: their state stays in memory.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
-        ValueError: the budget is no size, or the model has layers of a kind that is not supported.
+        TypeError: neither a budget nor ``memory`` is given, or both are.
+        ValueError: a budget is no size, or the model has layers of a kind that is not supported.
         OSError: the folder cannot be used.
     """
 
@@ -196,11 +202,13 @@ class NvmeCache(Closing, DynamicCache):
         folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         memory_budget: int | str | None = None,
         *,
+        device_budget: Size = None,
+        host_budget: Size = None,
         memory: Memory | None = None,
         config: Any = None,
         handle: aio_handle | None = None,
     ) -> None:
-        given = budget_of(memory_budget, memory)
+        given = _budgets(memory_budget, memory, device_budget, host_budget)
         layers = None if config is None else _layers_of(config)
         self._pager = pager = Pager(folder, given, handle)
         if layers is not None:
@@ -238,6 +246,35 @@ class NvmeCache(Closing, DynamicCache):
         tokens = self.get_seq_length() if self.layers else 0
         content = f"{counted(len(self.layers), 'layer')}, {counted(tokens, 'token')}"
         return f"<NvmeCache: {'closed' if self._pager.closed else content}>"
+
+
+def _budgets(
+    memory_budget: Size, memory: Memory | None, device_budget: Size, host_budget: Size
+) -> Memory | Callable[[torch.device], tuple[torch.device, Budgets]]:
+    """Returns memory that is shared, or what says for a device where keys and values of it are, and the budgets there.
+
+    Raises TypeError or ValueError for what no device could have.
+    """
+    if host_budget is not None and memory_budget is not None:
+        raise TypeError("host_budget= and memory_budget= are the same: give one of them")
+    for name, size, least in (
+        ("memory_budget", memory_budget, 1),
+        ("device_budget", device_budget, 0),
+        ("host_budget", host_budget, 0),
+    ):
+        if size not in (None, "auto"):
+            bytes_of(name, size, least)
+    host = memory_budget if host_budget is None else host_budget
+    if memory is not None or (host is None and device_budget is None):
+        return cast("Memory", budget_of(host if device_budget is None else device_budget, memory))
+
+    def budgets(device: torch.device) -> tuple[torch.device, Budgets]:
+        if device_budget in (None, "auto") or bytes_of("device_budget", device_budget, least=0):
+            return device, budgets_of(device, None, None, device_budget, host)
+        device = torch.device("cpu")
+        return device, budgets_of(device, None, None, None, "auto" if host is None else host)
+
+    return budgets
 
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:

@@ -1,10 +1,10 @@
-"""``Pager``: decides which layers of a cache are in memory, and reads ahead in the order in which they are used."""
+"""``Pager``: decides which layers of a cache are in memory, and brings them in the order in which they are used."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -16,7 +16,9 @@ from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.memory.tier import Tier, in_pages, tier_on
+from nvme_ops.offload.budgets import Budgets
+from nvme_ops.offload.cache.host_segments import HostSegments
 from nvme_ops.offload.cache.layer import PagedLayer
 from nvme_ops.offload.cache.segments import Segments
 from nvme_ops.offload.memory import Memory
@@ -69,7 +71,7 @@ class _Files:
 
 
 class Pager(Policy[Entry]):
-    """Keeps as many layers in memory as the budget allows, and reads the others while those before them are used.
+    """Keeps as many layers in memory as the budget allows, and brings the others while those before them are used.
 
     Layers are used in a cycle. Those that stay are spread evenly among the others, so that reads go on while they
     compute. A smaller set of them is part of each larger one: as the context grows, layers leave it one by one, and no
@@ -77,7 +79,8 @@ class Pager(Policy[Entry]):
 
     Args:
         folders: where the files are, each on a device of its own.
-        given: bytes of memory, or memory that is shared.
+        given: memory that is shared; or says, for the device that the first keys and values come from, where they are
+            and how much memory there is.
         handle: moves the bytes.
     """
 
@@ -89,21 +92,19 @@ class Pager(Policy[Entry]):
     def __init__(
         self,
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        given: int | Memory,
+        given: Memory | Callable[[torch.device], tuple[torch.device, Budgets]],
         handle: aio_handle | None,
     ) -> None:
-        host = torch.device("cpu")
-        if isinstance(given, int):
-            self._memory, budget = None, given
-            share = tier_on(host, max(PAGE, budget // PAGE * PAGE)).share()
-            self._residency = Residency()
-        else:
-            self._memory, budget = given, given.nbytes
-            share, self._residency = given.share(host), given.residency
-            share.at_end = True  # layers do not lie among what gives way to them
+        cpu = torch.device("cpu")
+        self._memory = given if isinstance(given, Memory) else None
+        self._given = None if isinstance(given, Memory) else given  # until it is known where they are used
+        self._residency = Residency() if self._memory is None else self._memory.residency
+        share = Tier(0, cpu).share() if self._memory is None else self._memory.share(cpu)
         super().__init__(self._residency.lock, share, _Files(), CacheStats())
-        self.budget = budget
-        self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
+        if self._memory is not None:
+            share.at_end = True  # layers do not lie among what gives way to them
+            self._set_budget(self._memory.nbytes)
+        self._host: HostSegments | None = None
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
         self._current = -1  # the place of the layer that was used last
@@ -125,24 +126,40 @@ class Pager(Policy[Entry]):
 
     def layer(self, number: int, window: int | None) -> PagedLayer:
         """Returns a new layer."""
-        return PagedLayer(number, self._page_bytes, window)
+        return PagedLayer(number, window)
+
+    def _set_budget(self, nbytes: int) -> None:
+        self.budget, self._page_bytes = nbytes, min(_LARGEST_PAGE, nbytes // _PAGES)
+
+    def _place(self, device: torch.device) -> None:
+        """Takes memory where the first keys and values are."""
+        if self._given is None:
+            return
+        device, budgets = self._given(device)
+        self.share = tier_on(device, max(PAGE, budgets.nbytes // PAGE * PAGE)).share()
+        self._host = HostSegments(device, budgets.host) if budgets.host else None
+        self._set_budget(budgets.nbytes)
+        self._given = None
 
     # What is done with a layer
 
     def start(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes shapes and dtypes from keys and values, ``[batch, heads, tokens, width]``. Raises as ``append``."""
+        self.require_open()
+        self._place(keys.device)
         self._use(layer)
         layer.device = keys.device
         try:
-            layer.shape(keys.shape[0], [(states.shape[1], states.shape[3], states.dtype) for states in (keys, values)])
-            layer.files = Segments(self._slabs, layer.number, layer.rows)
+            kinds = [(states.shape[1], states.shape[3], states.dtype) for states in (keys, values)]
+            layer.shape(keys.shape[0], kinds, self._page_bytes)
+            layer.files = self._segments(layer)
             layer.tail = self._room(_Tail(layer, layer.tail_bytes))
         except BaseException:
             layer.batch = layer.tail_bytes = 0
             raise
 
     def append(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens; returns the keys and values that attention sees: on the CPU views, elsewhere copies.
+        """Adds tokens; returns the keys and values that attention sees: views, or copies if it is on another device.
 
         Raises:
             MemoryError: they do not fit the budget.
@@ -187,14 +204,14 @@ class Pager(Policy[Entry]):
         self._bring(layer, 0)
         self._end_transfers(layer)
         old, batch = [layer.half(half) for half in (0, 1)], layer.batch
-        layer.shape(len(rows), layer.kinds)
+        layer.shape(len(rows), layer.kinds, self._page_bytes)
         try:
             memory = self._room(_Room(layer, layer.memory_needed(0)))
             tail = self._room(_Tail(layer, layer.tail_bytes))
         except BaseException:
-            layer.shape(batch, layer.kinds)
+            layer.shape(batch, layer.kinds, self._page_bytes)
             raise
-        layer.select(rows, old, memory, tail, Segments(self._slabs, layer.number, layer.rows))
+        layer.select(rows, old, memory, tail, self._segments(layer))
 
     def reset(self, layer: PagedLayer) -> None:
         """Forgets a layer's tokens and shape."""
@@ -204,12 +221,17 @@ class Pager(Policy[Entry]):
 
     def stats(self) -> CacheStats:
         """Returns what was moved so far, and what the cache has now."""
-        return replace(
+        stats = replace(
             self.counts,
             bytes_cached=sum(layer.bytes_cached for layer in self._layers),
             bytes_stored=sum(layer.bytes_stored for layer in self._layers),
             peak_bytes=self.share.peak,
         )
+        if (host := self._host) is not None:
+            stats.bytes_written += host.counts.bytes_written
+            stats.bytes_in_host = host.share.bytes_in_use
+            stats.bytes_to_host, stats.bytes_from_host = host.counts.bytes_to_host, host.counts.bytes_from_host
+        return stats
 
     def close(self) -> None:
         """Waits for transfers, removes the files and releases the memory. Further calls do nothing."""
@@ -220,6 +242,8 @@ class Pager(Policy[Entry]):
             last_first.callback(self._session.close)
             last_first.callback(self._session.take_back, "", self)
             last_first.callback(self._slabs.close)
+            if self._host is not None:
+                last_first.callback(self._host.close)
             for layer in self._layers:
                 self._forget(layer)
             if self._memory is not None:
@@ -281,17 +305,24 @@ class Pager(Policy[Entry]):
         tails = sum(in_pages(paged.tail_bytes) for paged in {*self._layers, layer})
         if nbytes + tails > self.share.nbytes:
             return MemoryError(
-                f"a memory_budget of {size_words(self.budget)} is too small: layer {layer.number}, with "
+                f"a {self._budget_name} of {size_words(self.budget)} is too small: layer {layer.number}, with "
                 f"{layer.tokens} tokens of a batch of {layer.batch} and what is added now, takes "
                 f"{size_words(nbytes)}, and the incomplete pages of the layers {size_words(tails)}: at "
                 f"least {least_words(nbytes + tails)} are needed"
             )
         return MemoryError(
             f"no memory for layer {layer.number}, {size_words(nbytes)}: keys and values in use have "
-            f"{size_words(self.share.bytes_in_use)} of the memory_budget of {size_words(self.budget)}"
+            f"{size_words(self.share.bytes_in_use)} of the {self._budget_name} of {size_words(self.budget)}"
         )
 
     # Below
+
+    @property
+    def _budget_name(self) -> str:
+        return "memory_budget" if self.share.device.type == "cpu" else "device_budget"
+
+    def _segments(self, layer: PagedLayer) -> Segments:
+        return Segments(self._slabs, layer.number, layer.rows, layer.page, self._host)
 
     def _use(self, layer: PagedLayer) -> None:
         """Notes that this layer is in use until another one is. Raises as ``require_open`` does."""
@@ -309,6 +340,7 @@ class Pager(Policy[Entry]):
         if layer.memory is None or not layer.has_room(more):
             self._ask(nbytes)
         self._residency.fetch(self, layer, layer)
+        layer.arrive()
         if layer.has_room(more):
             return
         pages = layer.pages()
@@ -319,6 +351,7 @@ class Pager(Policy[Entry]):
             pages.clear()
             self._residency.put_away(self, layer)
             self._residency.fetch(self, layer, layer)
+            layer.arrive()
 
     def _close_gap(self, layer: PagedLayer) -> None:
         """Moves a layer's tail to the end of the memory, where layers that have grown have left gaps between tails."""
@@ -330,7 +363,8 @@ class Pager(Policy[Entry]):
     def _room(self, room: _Room) -> torch.Tensor:
         self._ask(room.nbytes)
         self.require_room(room)
-        return self._residency.room(self, room, -1)
+        with torch.inference_mode(False):  # or its memory could be changed in that mode only
+            return self._residency.room(self, room, -1)
 
     def _ask(self, nbytes: int) -> None:
         """Has others give way if they are to."""
@@ -358,6 +392,7 @@ class Pager(Policy[Entry]):
         """Waits for those of a layer, which is to be changed."""
         if layer.arrival is not None:
             self._residency.await_arrival(self, layer, layer.arrival, begun=False)
+        layer.arrive()
         self._residency.wait_until_written(self, layer)
 
     def _forget(self, layer: PagedLayer) -> None:
@@ -370,10 +405,10 @@ class Pager(Policy[Entry]):
         layer.clear()
 
     def _ahead(self, more: int) -> None:
-        """Reads the next layers, each with room for ``more`` tokens. A read that fails is retried on demand."""
+        """Brings the next layers, each with room for ``more`` tokens. What fails is tried again on demand."""
         if self._cycled:
             self._choose(more)
-        with contextlib.suppress(OSError), self.lock:
+        with contextlib.suppress(OSError, RuntimeError), self.lock:
             order = [*self._layers[self._current + 1 :], *self._layers[: self._current]]
             for number, layer in enumerate(order):
                 if layer.memory is not None or not layer.tokens:

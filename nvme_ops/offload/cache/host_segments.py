@@ -1,0 +1,169 @@
+"""``HostSegments``: host memory for keys and values that an accelerator has no memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.memory.tier import PooledTier
+from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.entry import Entry, tensors_over
+from nvme_ops.offload.residency.policy import Policy, Read, Stats
+from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.storage.striped import Piece
+
+_SEGMENTS = 32  # the fewest in a budget, as far as pages allow
+_LARGEST = 256 << 20  # bytes of one: each row is copied by itself, and a large batch has short ones
+
+
+#: Bytes in host memory, and as many elsewhere.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Owner(Protocol):
+    """What has the segments of one layer."""
+
+    token_bytes: int
+
+    def first_full(self) -> Segment | None:
+        """Returns the first segment in host memory that nothing will be added to."""
+
+    def store(self, segment: Segment) -> tuple[IoFuture, int]:
+        """Starts to write a segment that is in host memory; returns the transfer and its bytes. Raises OSError."""
+
+
+class Segment(Entry):
+    """Room for consecutive tokens, in the files or in host memory.
+
+    Args:
+        segments: of which this is one.
+        first: the first token.
+        capacity: tokens.
+    """
+
+    def __init__(self, segments: Owner, first: int, capacity: int) -> None:
+        super().__init__(capacity * segments.token_bytes)
+        self.segments, self.first, self.capacity = segments, first, capacity
+        self.used = 0  #: tokens that are there
+        self.pieces: tuple[list[Piece], list[Piece]] = ([], [])  #: of the files, for the keys and for the values
+
+    @property
+    def stop(self) -> int:
+        """The first token that is not there."""
+        return self.first + self.used
+
+    def is_idle(self) -> bool:
+        """Returns whether nothing copies or writes it."""
+        copy, leaving = self.queued, self.leaving
+        return not (isinstance(copy, Copy) and not copy.done()) and (leaving is None or leaving.done())
+
+
+class HostSegments(Policy[Segment]):
+    """Tokens of all layers that leave an accelerator, in page-locked memory; what there is no memory for is in files.
+
+    A segment stays where it is. Each step needs all of them once, so layers have equally much here: a layer that has
+    less than others takes their memory, and what was there is written to files.
+
+    Args:
+        device: the accelerator.
+        nbytes: of host memory.
+    """
+
+    name = "keys and values in host memory"
+    _closed_error = "this NvmeCache is closed"
+    _forked_error = "this NvmeCache is the parent process's: make one of its own in this one"
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._residency = Residency()
+        super().__init__(self._residency.lock, PooledTier(nbytes).share(), self, Stats())
+        self.segment_bytes = min(_LARGEST, nbytes // _SEGMENTS)  #: of the largest
+        self._stream = new_stream(device)
+        self._bytes: dict[Owner, int] = {}  # of each layer
+        self._wanted: Segment  # the one that asked for memory last
+        self._residency.join(self)
+
+    def take(self, segment: Segment) -> bool:
+        """Gives a segment memory, for which others may be written; returns False if it has to be in files.
+
+        Raises OSError if others cannot be written.
+        """
+        with self.lock:
+            self._wanted = segment
+            while (memory := self._residency.memory_for(self, segment, -1)) is None:
+                if not (victims := self.victims(-1)):
+                    return False
+                self._residency.wait_until_written(self, victims[0])
+            segment.memory = segment.values = memory
+            segment.own_tensors = tensors_over(memory)
+            self.present[segment] = None
+            self._bytes[segment.segments] = self._bytes.get(segment.segments, 0) + segment.nbytes
+            return True
+
+    def copy_from(self, parts: Sequence[tuple[Segment, Sequence[Pair]]]) -> Copy | None:
+        """Starts to copy to the accelerator."""
+        return self._copy(parts, [(there, here) for _, pairs in parts for here, there in pairs], "bytes_from_host")
+
+    def copy_to(self, parts: Sequence[tuple[Segment, Sequence[Pair]]]) -> None:
+        """Copies here from the accelerator. Raises RuntimeError if that fails."""
+        copy = self._copy(parts, [pair for _, pairs in parts for pair in pairs], "bytes_to_host")
+        if copy is not None:
+            copy.wait(None)
+            if (failure := copy.exception()) is not None:
+                raise failure
+            for segment, _ in parts:
+                segment.changed = True
+
+    def _copy(self, parts: Sequence[tuple[Segment, object]], moves: Sequence[Pair], counter: str) -> Copy | None:
+        if not parts:
+            return None
+        copy = Copy(self._stream)
+        for segment, _ in parts:
+            segment.queued = copy
+        copy.begin(*moves)
+        setattr(self.counts, counter, getattr(self.counts, counter) + sum(to.nbytes for to, _ in moves))
+        return copy
+
+    def drop(self, segment: Segment) -> None:
+        """Forgets a segment."""
+        with self.lock:
+            self.discard(segment)
+
+    # The backing
+
+    def read(self, entry: Segment, memory: torch.Tensor, priority: Priority) -> Read:
+        """Is never called."""
+        raise NotImplementedError
+
+    def write(self, entry: Segment) -> tuple[IoFuture, int]:
+        """Starts to write a segment to its layer's files."""
+        return entry.segments.store(entry)
+
+    # The policy
+
+    def victims(self, after: int) -> Sequence[Segment]:
+        """Returns the first full segment of the layer that has most, if it has more than the one that asks will."""
+        del after
+        most = max(self._bytes, key=self._bytes.__getitem__, default=None)
+        victim = None if most is None else most.first_full()
+        if most is None or victim is None:
+            return []
+        asking = self._bytes.get(self._wanted.segments, 0) + self._wanted.nbytes
+        return [victim] if self._bytes[most] - victim.nbytes >= asking else []
+
+    def discard(self, entry: Segment) -> None:
+        """Frees the memory of a segment, once what is copied from it has arrived."""
+        if entry in self.present:
+            self._bytes[entry.segments] -= entry.nbytes
+            if not self._bytes[entry.segments]:
+                del self._bytes[entry.segments]
+        if isinstance(entry.queued, Copy):
+            entry.queued.wait(None)
+        super().discard(entry)
+
+    def out_of_memory(self, entry: Segment) -> MemoryError:
+        """Is never called."""
+        raise NotImplementedError

@@ -1,0 +1,258 @@
+"""``NvmeCache`` on an accelerator: the same keys and values whichever tier they come from, and what fails there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import functools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.offload import Memory, NvmeCache
+from nvme_ops.storage.striped import StripedSlabs
+from tests.conftest import KIB, MIB
+from tests.device.kinds import Simulated, on_simulated
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS, WINDOW = 12, 33
+NONE, SOME, ALL = 0, 300 * KIB, 64 * MIB
+BUDGETS = [(device, host) for device in (2600 * KIB, 4 * MIB, ALL) for host in (NONE, SOME, ALL)]
+
+
+def config(windows: bool) -> Any:
+    """All layers attend to everything, or some to a window."""
+    kinds = ["full_attention", "sliding_attention" if windows else "full_attention"] * LAYERS
+    return transformers.Qwen2Config(
+        num_hidden_layers=LAYERS, use_sliding_window=windows, sliding_window=WINDOW, layer_types=kinds[:LAYERS]
+    )
+
+
+class Calls:
+    """Random calls to a cache on the device, and to transformers' own in host memory, which must return the same."""
+
+    def __init__(self, device: Simulated, cache: NvmeCache, seed: int, windows: bool) -> None:
+        self.device, self.cache, self.usual = device, cache, transformers.DynamicCache(config=config(windows))
+        self.made, self.rng, self.windows = torch.Generator().manual_seed(seed), random.Random(seed), windows
+        self.batch, self.failures = 2, 0
+        self.trouble: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def run(self, steps: int) -> None:
+        for _ in range(5):
+            self.update(1)
+        for _ in range(steps):
+            self.update(self.rng.choice([1, 1, 1, 1, 1, 2, 7, 40]))
+            others = [
+                self.reorder,
+                self.reorder,
+                self.change_batch,
+                self.reset,
+                *([self.crop] * 2 * (not self.windows)),
+            ]
+            if self.rng.random() < 0.4:
+                self.rng.choice(others)()
+
+    def update(self, tokens: int) -> None:
+        if self.usual.get_seq_length() > 110:
+            self.reset()
+        for layer in range(LAYERS):
+            keys = torch.randn(self.batch, 2, tokens, 64, generator=self.made)
+            values = torch.randn(self.batch, 2, tokens, 128, generator=self.made).to(torch.bfloat16)
+            ours = self.given(self.device.tensor(keys), self.device.tensor(values), layer)
+            assert ours[0].device == self.device.device()
+            want = self.usual.update(keys, values, layer)
+            assert all(torch.equal(mine.cpu(), right) for mine, right in zip(ours, want, strict=True)), layer
+            del ours
+
+    def given(self, *states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Updates a layer; if that fails, nothing has changed, and it works the next time."""
+        try:
+            with self.trouble():
+                return self.cache.update(*states)
+        except (OSError, RuntimeError):
+            self.failures += 1
+        return self.cache.update(*states)
+
+    def both(self, name: str, *arguments: Any) -> None:
+        for cache in (self.cache, self.usual):
+            getattr(cache, name)(*arguments)
+
+    def reorder(self) -> None:
+        self.both("reorder_cache", torch.randint(self.batch, (self.batch,), generator=self.made))
+
+    def crop(self) -> None:
+        self.both("crop", -self.rng.randint(0, min(60, self.usual.get_seq_length())))
+
+    def change_batch(self) -> None:
+        if self.batch < 4:
+            self.both("batch_repeat_interleave", 2)
+            self.batch *= 2
+        else:
+            self.both("batch_select_indices", torch.tensor([3, 0, 3]))
+            self.batch = 3
+
+    def reset(self) -> None:
+        self.both("reset")
+        self.batch = 2
+
+
+def opened(device: Simulated, folder: Path, own: int, host: int, windows: bool = False) -> NvmeCache:
+    budgets = {"device_budget": own, "host_budget": host}
+    return NvmeCache(folder, **budgets, config=config(windows), handle=device.handle())  # type: ignore[arg-type]
+
+
+@on_simulated
+@pytest.mark.parametrize(("own", "host"), BUDGETS)
+@pytest.mark.parametrize("seeds", [3, pytest.param(100, marks=pytest.mark.nightly)])
+def test_keys_and_values_are_the_same_in_any_order_of_work(
+    device: Simulated, folder: Path, own: int, host: int, seeds: int
+) -> None:
+    for seed in range(seeds):
+        with (
+            device.computing(),
+            device.in_random_order(seed),
+            device.on() as stream,
+            opened(device, folder, own, host, seed % 3 == 1) as cache,
+        ):
+            calls = Calls(device, cache, seed, seed % 3 == 1)
+            calls.update(100)
+            calls.run(12)
+            device.synchronize(stream)
+            stats = cache.stats()
+            assert stats.peak_bytes <= own
+            assert stats.bytes_in_host <= host
+
+
+@functools.cache
+def llama() -> Any:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": 199, "num_hidden_layers": 6, "eos_token_id": None, "head_dim": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **more)).eval()
+
+
+PROMPTS = torch.randint(3, 199, (2, 230), generator=torch.Generator().manual_seed(5))
+
+
+def generated(model: Any, prompts: torch.Tensor, cache: Any, **way: Any) -> torch.Tensor:
+    common: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
+    return torch.as_tensor(
+        model.generate(prompts, attention_mask=torch.ones_like(prompts), cache=cache, **common, **way)
+    )
+
+
+@on_simulated
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tokens_are_those_of_a_cache_on_the_host(device: Simulated, folder: Path, beams: int) -> None:
+    """Also of a chat that goes on, and after a reset."""
+    model = copy.deepcopy(llama()).to(device.device())
+    wanted = generated(llama(), PROMPTS, transformers.DynamicCache(), num_beams=beams)
+    longer = torch.cat([wanted, PROMPTS[:, :30]], 1)
+    wanted_then = generated(llama(), longer, transformers.DynamicCache())
+    some = beams * 7 * MIB // 4
+    for seed, (own, host) in enumerate([(some, ALL), (some, MIB), (some, 0), (0, ALL)]):
+        budgets: Any = {"device_budget": own, "host_budget": host}
+        with (
+            device.computing(),
+            device.in_random_order(seed),
+            NvmeCache(folder, **budgets, handle=device.handle()) as cache,
+        ):
+            assert torch.equal(generated(model, device.tensor(PROMPTS), cache, num_beams=beams).cpu(), wanted)
+            stats = cache.stats()
+            assert stats.peak_bytes <= (own or host)
+            if beams == 1:
+                assert torch.equal(generated(model, device.tensor(longer), cache).cpu(), wanted_then)
+            cache.reset()
+            assert torch.equal(generated(model, device.tensor(PROMPTS), cache, num_beams=beams).cpu(), wanted)
+            if own:
+                assert (stats.bytes_read > 0) == (stats.bytes_stored > 0) == (host < ALL)
+                assert (stats.bytes_from_host > 0) == (stats.bytes_in_host > 0) == (host > 0)
+
+
+@on_simulated
+def test_a_copy_that_fails_changes_nothing(device: Simulated, folder: Path) -> None:
+    @contextlib.contextmanager
+    def failing(what: str) -> Iterator[None]:
+        with device.failing(what, calls.rng.randrange(20)):
+            device.now.copies.count = -1
+            yield
+
+    with device.computing(), opened(device, folder, 2600 * KIB, ALL) as cache:
+        calls = Calls(device, cache, 3, False)
+        calls.trouble = lambda: failing("run")  # as they leave the device
+        calls.update(110)
+        calls.trouble = lambda: failing("queue")
+        calls.run(20)
+        assert calls.failures
+
+
+@on_simulated
+@pytest.mark.parametrize("host", [NONE, SOME])
+def test_a_transfer_that_fails_changes_nothing(
+    device: Simulated, folder: Path, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move_all, left = StripedSlabs.move_all, 1 << 30
+
+    def fail(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise OSError(errno.EIO, "no such luck")
+        move_all(*given)
+
+    @contextlib.contextmanager
+    def trouble() -> Iterator[None]:
+        nonlocal left
+        left = calls.rng.choice([1, 1, 2])
+        try:
+            yield
+        finally:
+            left = 1 << 30
+
+    monkeypatch.setattr(StripedSlabs, "move_all", fail)
+    with device.computing(), opened(device, folder, 2600 * KIB, host) as cache:
+        calls = Calls(device, cache, 3, False)
+        calls.update(110)
+        calls.trouble = trouble
+        calls.run(20)
+        assert calls.failures
+
+
+@on_simulated
+def test_a_cache_closed_while_copies_are_queued(device: Simulated, folder: Path) -> None:
+    """What the accelerator has not done yet uses memory of both; ``device`` sees whether it is freed too early."""
+    for steps in range(3):
+        with device.computing(), opened(device, folder, 2600 * KIB, ALL) as cache:
+            states = torch.zeros(4, 2, 100, 64)
+            for _ in range(1 + steps):
+                for layer in range(LAYERS):
+                    cache.update(device.tensor(states), device.tensor(states), layer)
+
+
+@on_simulated
+def test_what_cannot_be_is_refused(device: Simulated, folder: Path) -> None:
+    states = torch.zeros(2, 2, 200, 64)
+    there = device.tensor(states)
+    for given, error, words in (
+        ({}, TypeError, "either memory_budget= or memory= says"),
+        ({"host_budget": MIB, "memory_budget": MIB}, TypeError, "are the same: give one of them"),
+        ({"device_budget": MIB, "memory": Memory(MIB)}, TypeError, "either memory_budget= or memory= says"),
+        ({"device_budget": "much"}, ValueError, "device_budget: "),
+        ({"host_budget": -1}, ValueError, "host_budget must be at least 0 bytes"),
+    ):
+        with pytest.raises(error, match=words):
+            NvmeCache(folder, **given)
+    with NvmeCache(folder, device_budget=MIB) as cache, pytest.raises(ValueError, match="computes on the CPU"):
+        cache.update(states, states, 0)
+    with NvmeCache(folder, host_budget=MIB) as cache, pytest.raises(TypeError, match="give device_budget="):
+        cache.update(there, there, 0)
+    words = "a device_budget of 300 KiB is too small: layer 0, .*: at least 448 KiB are"
+    with NvmeCache(folder, device_budget=300 * KIB) as cache, pytest.raises(MemoryError, match=words):
+        cache.update(there, there, 0)
+    assert not list(folder.iterdir())
