@@ -21,10 +21,10 @@ import torch
 
 from benchmarks import command, fio
 from nvme_ops.base.command_line import size
+from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.text import GIB, MIB, parse_size, size_words
 from nvme_ops.measure.rows import Row, Sample, Unavailable
 from nvme_ops.measure.tables import Table
-from nvme_ops.offload.budgets import host_bytes
 
 CPU, SIMULATED, AUTO = "cpu", "simulated", "auto"
 BUS = "over the bus"  # the figure: bytes that a sample copied to the accelerator

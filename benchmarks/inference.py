@@ -37,11 +37,11 @@ import torch
 from benchmarks import accelerators, cgroups, command, fio
 from benchmarks.accelerators import BUS, Setup
 from nvme_ops.base.command_line import size
+from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure.files import NotUsable
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
-from nvme_ops.offload.budgets import host_bytes
 
 GROUPS = {
     "memory": "the model in memory; always measured",

@@ -23,6 +23,7 @@ import torch
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_map
 
+from nvme_ops.base import limits
 from nvme_ops.offload import budgets
 from nvme_ops.offload.weights import pretrained
 from nvme_ops.offload.weights.stream_weights import device_of
@@ -97,7 +98,7 @@ class There(DeviceContext):
 
 @contextlib.contextmanager
 def _there(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    device, run, host_bytes, same = private_device(), threading.Thread.run, budgets.host_bytes, elsewhere._same
+    device, run, host_bytes, same = private_device(), threading.Thread.run, limits.host_bytes, elsewhere._same
 
     def run_there(thread: threading.Thread) -> None:
         with There(device.device()):

@@ -43,7 +43,7 @@ class _Accelerator:
         if (queued := sunk.expert.queued) is not None:
             queued.before(self._stream.device)
         self._copying[sunk] = copying = Copy(self._stream)
-        copying.begin(memory, source)
+        copying.begin((memory, source))
         return values, None, 0
 
 

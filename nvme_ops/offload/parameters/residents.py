@@ -136,7 +136,7 @@ class _Stored:
             return None, 0
         entry.home.copying = copying = Copy(self._streams[0])
         writing = copying.future(source, home)
-        copying.begin(home, source)
+        copying.begin((home[: entry.nbytes], source))
         return writing, 0
 
     def read(
@@ -151,7 +151,7 @@ class _Stored:
             return values, None, 0
         if entry.home is not None and entry.home.memory is not None:
             entry.queued = entry.home.copying = copying = Copy(self._streams[1])
-            copying.begin(memory[: entry.nbytes], entry.home.memory)
+            copying.begin((memory[: entry.nbytes], entry.home.memory[: entry.nbytes]))
             self.counts.bytes_from_host += entry.nbytes
             if entry.scale is not None:
                 copying.before(entry.device)
