@@ -257,6 +257,7 @@ class Ring:
         read: Callable[[_Item, torch.Tensor], IoFuture | None],
         write: Callable[[_Item, torch.Tensor], IoFuture | None],
         ended: Callable[[_Item, torch.Tensor, BaseException | None], None],
+        in_memory: Callable[[_Item], bool] = lambda _: False,
     ) -> Generator[tuple[_Item, torch.Tensor], None, None]:
         """Yields each item with a buffer that ``read`` has filled, and writes it when the next one is requested.
 
@@ -267,25 +268,33 @@ class Ring:
             items: of any kind.
             read: starts to fill a buffer with an item's bytes; returns None if there is nothing to read.
             write: starts to write the buffer; returns None if there is nothing to write.
-            ended: called for each item that was yielded, in order, when its write has ended or was not started, with
+            ended: called for each item that was yielded, when its write has ended, in order, or was not started, with
                 its failure or None. The buffer is not reused before. If it is interrupted it is called again.
+            in_memory: whether there is nothing to read: the item gets a buffer only when it is yielded, and others are
+                read ahead in its place.
 
         Raises the failures of reads and writes.
         """
-        reading: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
+        reading: deque[tuple[_Item, torch.Tensor | None, IoFuture | None]] = deque()
         writing: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
-        self._next = 0
 
-        def end_oldest() -> None:
-            item, buffer, transfer = writing[0]
+        def end(place: int = 0) -> None:
+            item, buffer, transfer = writing[place]
             failure = transfer.exception() if transfer else None
             ended(item, buffer, failure)
-            writing.popleft()  # if interrupted before, it is still in the queue
+            del writing[place]  # if interrupted before, it is still in the queue
+            free.append(buffer)
             if failure is not None:
                 raise failure
 
         def use_oldest() -> Iterator[tuple[_Item, torch.Tensor]]:
             item, buffer, transfer = reading[0]
+            if buffer is None:
+                while not free:
+                    end()
+                buffer = free.popleft()
+                transfer = self._submit(read, item, buffer)
+                reading[0] = item, buffer, transfer
             if transfer:
                 transfer.result()
             reading.popleft()
@@ -296,24 +305,32 @@ class Ring:
                 if not writing or writing[-1][1] is not buffer:
                     ended(item, buffer, error)
                 raise
+            if writing[-1][2] is None:
+                end(-1)
 
         self._prepare()
+        if self._pool is None:
+            self._buffers += [self._new_buffer() for _ in range(len(self._buffers), self._depth)]
+        free = deque(self._buffers)  # the others are being read or written
         ahead = self._depth // 2  # as many reads in flight while an item is used, and about as many writes
         try:
             for item in items:
-                if len(reading) > ahead:
+                if in_memory(item) and self._depth > 2:  # with two, both could be read before its turn
+                    reading.append((item, None, None))
+                    continue
+                while self._depth - len(free) - len(writing) > ahead:
                     yield from use_oldest()
-                while len(reading) + len(writing) >= self._depth:
+                while not free:
                     if writing:
-                        end_oldest()
+                        end()
                     else:
                         yield from use_oldest()
-                buffer = self.take()
+                buffer = free.popleft()
                 reading.append((item, buffer, self._submit(read, item, buffer)))
             while reading:
                 yield from use_oldest()
             while writing:
-                end_oldest()
+                end()
         finally:
             for _, _, transfer in reading:
                 if transfer:
@@ -321,7 +338,7 @@ class Ring:
             while writing:
                 oldest = writing[0]
                 try:
-                    end_oldest()
+                    end()
                 except Exception:
                     if writing and writing[0] is oldest:  # ``ended`` has failed
                         writing.popleft()

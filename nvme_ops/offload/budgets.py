@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.base.limits import free_memory, host_bytes, less_an_eighth
+from nvme_ops.base.text import bytes_of
 from nvme_ops.memory.tier import PooledTier
 from nvme_ops.offload.memory import Memory, budget_of
 
@@ -78,6 +79,8 @@ def budgets_of(
         given = memory_budget if host_budget is None else host_budget
         if given == _AUTO:
             given = less_an_eighth(free_memory())
+        elif host_budget is not None:
+            given = bytes_of("host_budget", host_budget, least=least)
         return Budgets(budget_of(given, memory, default, least))
     if device_budget is not None and memory_budget is not None:
         raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")

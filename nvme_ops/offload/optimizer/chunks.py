@@ -164,11 +164,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else dense_bytes(tensor).view(tensor.dtype)
 
 
+IN_MEMORY = -1  #: the slot of states that are not in the store
+
+
 @dataclass(frozen=True, eq=False)
 class Version:
     """The states of a chunk after one step; ``States.current`` has the valid version."""
 
-    slot: int | None = None  #: the place in the store; None: there are no elementwise states
+    slot: int | None = None  #: the place in the store, or ``IN_MEMORY``; None: there are no elementwise states
     #: By slice: the states that are not elementwise, such as ``step``, and None for an elementwise state that the slice
     #: does not have yet. Slices without any states are missing.
     scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)
@@ -196,6 +199,8 @@ class Chunk:
     updated: list[Slice] = field(default_factory=list)  #: whose parameters are in the backup, and may be new
     scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)  #: of the version in preparation
     pending: Version | None = None  #: the version that is being written
+    stays: bool = False  #: whether its states are to stay in memory
+    memory: torch.Tensor | None = None  #: has the new states of one that stays; else the buffer has them
 
     def __post_init__(self) -> None:
         self.elements = _aligned(self.slices[-1].place.stop)
@@ -211,7 +216,7 @@ class Chunk:
 
     def reset(self) -> None:
         """Forgets the last pass over the chunks."""
-        self.updated, self.scalars, self.pending = [], {}, None
+        self.updated, self.scalars, self.pending, self.memory = [], {}, None, None
 
     def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
         """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.

@@ -2,7 +2,8 @@
 
 A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
 The states have two places on storage. A step reads one and writes the other, so the states of the step before stay
-intact until the new ones are complete: a step writes all states once, and they take twice their space. See ``States``.
+intact until the new ones are complete: a step writes all states once, and they take twice their space. What a larger
+budget holds in memory is neither read nor written. See ``States``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch.utils.weak import WeakIdRef
 
 from nvme_ops.base.errors import note
 from nvme_ops.base.lifetime import Closing
+from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.text import MIB, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import is_dense
-from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.offload.budgets import budgets_of
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.optimizer import saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.chunks import (
@@ -110,8 +113,13 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         params: parameters or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
         folder: where the states go; several folders, one on each device, share them by their measured rates.
-        memory_budget: bytes, or a size such as ``"1G"``, for the states that are in memory at once; 256 MiB when None.
-        memory: in place of a budget of its own, one that is shared with others; a step takes at most a quarter of it.
+        host_budget: bytes of host memory, a size such as ``"32G"``, or ``"auto"``: most of what is free; 256 MiB when
+            None. These suffice for states on their way. More holds states, page-locked for parameters on an
+            accelerator: always the same part, which a step neither reads nor writes. With ``reuse`` it is still
+            written, as a killed program would lose it.
+        memory_budget: another name for it.
+        memory: in place of a budget of its own, one that is shared with others, for states on their way; a step takes
+            at most a quarter of it.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
             Elements of the parameter that the program has changed since are taken from the parameter.
         reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
@@ -122,8 +130,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             complete; ``step`` ends it. Gradients then cannot be clipped or scaled between the two, and several
             backward passes for one step need ``accumulate``.
         free_gradients: set each gradient to None when its parameter is updated. With ``overlap`` they are then never
-            all in memory: the backward pass waits while more than the budget, or a quarter of ``memory``, of them await
-            their update.
+            all in memory: the backward pass waits while more than 256 MiB of them, a smaller budget or a quarter of
+            ``memory``, await their update.
         checksums: keep a CRC-32C of each chunk and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
         defaults: keywords for ``optimizer_class``.
@@ -144,6 +152,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         folder: Path | Sequence[Path],
         *,
         memory_budget: int | str | None = None,
+        host_budget: int | str | None = None,
         memory: Memory | None = None,
         master_weights: bool = True,
         reuse: bool = False,
@@ -161,11 +170,6 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
-        given = budget_of(memory_budget, memory, "256M")
-        what = "memory_budget" if isinstance(given, int) else "a quarter of memory"
-        budget = given if isinstance(given, int) else given.nbytes // 4
-        if budget < MIN_BUDGET:
-            raise ValueError(f"{what} must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         self._failed_with: list[Any] = []  # identities of the gradients of a failed step
         self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
         self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
@@ -177,8 +181,17 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._most_gradients: int | None = None  # bytes that may await their update
         self._handle = handle_of(handle)
         super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
+        pinned = any(parameter.device.type != "cpu" for parameter in self._parameters())
+        if pinned and host_budget is not None:
+            host_budget = host_bytes(host_budget)
+        given = budgets_of(torch.device("cpu"), memory_budget, memory, None, host_budget, default="256M", least=0).own
+        if isinstance(given, int):
+            what, budget = "memory_budget" if host_budget is None else "host_budget", given
+        else:
+            what, budget = "a quarter of memory", given.nbytes // 4
+        if budget < MIN_BUDGET:
+            raise ValueError(f"{what} must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         with contextlib.ExitStack() as undo:
-            pinned = any(parameter.device.type != "cpu" for parameter in self._parameters())
             self._states = States(
                 folder, session_name(folder, name, reuse), reuse=reuse, given=given, pinned=pinned,
                 checksums=checksums, handle=self._handle,

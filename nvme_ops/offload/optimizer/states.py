@@ -5,6 +5,10 @@ of the two places is valid while the program runs, and a record says so for the 
 not written to, nor are those of the record that a power failure would leave: before any place is written to, the last
 step has become durable, on a thread that starts when the step ends. So whatever fails or is interrupted, a step, a load
 or the program, leaves the old states or the new ones.
+
+Memory that the ring of buffers does not need holds the states of some chunks, always the same ones. A step makes new
+states of such a chunk in other memory, a copy, and then exchanges the two. States for the next program are written all
+the same: then a step changes them in place, and after a failure the old ones are read from storage.
 """
 
 from __future__ import annotations
@@ -26,18 +30,20 @@ from nvme_ops.filesystem.files import sync_above
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.memory.ring import Ring
 from nvme_ops.memory.torch_memory import large_tensors_pooled
 from nvme_ops.offload.memory import Buffers, Memory
-from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Division, Version, key_of
+from nvme_ops.offload.optimizer.chunks import IN_MEMORY, NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
+from nvme_ops.offload.residency.placement import worth_keeping
 from nvme_ops.offload.residency.policy import Stats
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 
 _BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
 _BUFFERS = 4
+_DEPTH = 8  # buffers of which storage is never short: a budget beyond these holds states
 _SLOTS = 2  # places of a chunk's states
 
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
@@ -63,8 +69,9 @@ class States(Usable):
         folders: those of the session.
         name: that of the session.
         reuse: leave the states to the next session of this name.
-        given: bytes of memory for buffers, or memory that is shared: of that at most a quarter, during passes.
-        pinned: whether buffers are page-locked, for copies from and to an accelerator.
+        given: bytes of memory for buffers and states, or memory that is shared: of that at most a quarter, for buffers,
+            during passes.
+        pinned: whether the memory is page-locked, for copies from and to an accelerator.
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
     """
@@ -97,12 +104,16 @@ class States(Usable):
         super().__init__()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
-        self.budget = given if isinstance(given, int) else given.nbytes // _BUFFERS
+        self._held: dict[Version, torch.Tensor] = {}  # the states of a version that stay in memory
+        self._spare: torch.Tensor | None = None  # memory of such states that others have replaced
+        self._room = max(0, given - _DEPTH * _BUFFER) if isinstance(given, int) else 0  # bytes for these
+        #: Bytes of buffers.
+        self.budget = given - self._room if isinstance(given, int) else given.nbytes // _BUFFERS
         #: The most bytes of a chunk with its backup.
         self.buffer = min(_BUFFER, self.budget // _BUFFERS)
         self._shared: Buffers | None = None
         if isinstance(given, int):
-            self._pool: Pool | Buffers = Pool(self.budget, pinned=pinned)
+            self._pool: Pool | Buffers = Pool(given, pinned=pinned)
             self.buffer = min(self.buffer, self._pool.largest)
         else:
             self._pool = self._shared = Buffers(given, "an optimizer", self.buffer)
@@ -150,8 +161,38 @@ class States(Usable):
         A chunk whose ``updated`` is not empty is written, and then done. If its states cannot be written, its
         parameters get their old values back.
         """
+        if self._room:
+            sizes = [(chunk, 1.0, charge_of(chunk.nbytes)) for chunk in self.division.chunks if chunk.nbytes]
+            spare = max((nbytes for *_, nbytes in sizes), default=0)
+            staying = worth_keeping(sizes, self._room - spare)
+            for chunk in self.division.chunks:
+                chunk.stays = chunk in staying
         with large_tensors_pooled(keep=self.buffer if self._shared is None else 0):
-            yield from self._pass(chunks, self._read, self._write, self._ended)
+            yield from self._pass(chunks, self._begin, self._write, self._ended, self._is_held)
+
+    def places(self, chunk: Chunk, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the bytes that have a chunk's states, and those for its new ones, which may be the same."""
+        version = self.current[chunk]
+        buffer = buffer[: chunk.nbytes]
+        old = self._held.get(version, buffer)
+        if chunk.stays:
+            if old is not buffer and self.is_kept:
+                chunk.memory = self._held.pop(version)
+            else:
+                chunk.memory = self._memory(chunk.nbytes)
+        return old, buffer if chunk.memory is None else chunk.memory
+
+    def _memory(self, nbytes: int) -> torch.Tensor | None:
+        """Returns memory for states that stay, or None if there is none now: they are then written instead."""
+        memory, self._spare = self._spare, None
+        if memory is None or memory.nbytes != nbytes:
+            memory = None
+            with contextlib.suppress(TimeoutError, MemoryError):
+                memory = self._pool.lease(nbytes, timeout=0).tensor
+        return memory
+
+    def _is_held(self, chunk: Chunk) -> bool:
+        return self.current[chunk] in self._held
 
     def copy_out(self, chunks: Iterable[Chunk], write: _Move) -> None:
         """Passes the states of each chunk that has any to ``write``."""
@@ -196,11 +237,14 @@ class States(Usable):
         read: _Move,
         write: _Move,
         ended: Callable[[Chunk, torch.Tensor, BaseException | None], None],
+        in_memory: Callable[[Chunk], bool] = lambda _: False,
     ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         self._recover()
+        # after a failure or a load there are others
+        self._held = {now: self._held[now] for now in self.current.values() if now in self._held}
         self._in_pass = True
         try:
-            yield from self._ring.update(chunks, read, write, ended)
+            yield from self._ring.update(chunks, read, write, ended, in_memory)
             self._in_pass = False
             self._other_transfers.clear()
         finally:
@@ -235,10 +279,19 @@ class States(Usable):
                 self._restore(chunk, buffer)
             self._in_pass = False
 
+    def _begin(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+        """Does as ``_read``, but leaves what is held where it is."""
+        if not self._is_held(chunk):
+            return self._read(chunk, buffer)
+        chunk.reset()
+        return None
+
     def _read(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
         chunk.reset()
-        slot = self.current[chunk].slot
-        if slot is None or not chunk.nbytes:
+        slot, held = self.current[chunk].slot, self._held.get(self.current[chunk])
+        if held is not None:
+            buffer[: chunk.nbytes].copy_(held)
+        if held is not None or slot is None or not chunk.nbytes:
             return None
         self.stats.bytes_read += chunk.nbytes
         return self._store.get(key_of(chunk.number, slot), buffer[: chunk.nbytes], priority=Priority.PREFETCH)
@@ -247,12 +300,17 @@ class States(Usable):
         if not chunk.updated:
             return None
         self.settle()
-        scalars = {**self.current[chunk].scalars, **chunk.scalars}
-        chunk.pending = Version(self._free_slot(chunk), scalars, self.attempt)
+        slot, scalars = self._free_slot(chunk), {**self.current[chunk].scalars, **chunk.scalars}
+        if chunk.memory is not None and not self.is_kept:
+            slot = IN_MEMORY
+            self._has_third_places |= self.current[chunk].slot not in (None, slot)  # the place it leaves
+        chunk.pending = Version(slot, scalars, self.attempt)
+        if chunk.memory is not None:
+            self._held[chunk.pending] = buffer = chunk.memory
         return self._put(chunk, chunk.pending, buffer)
 
     def _put(self, chunk: Chunk, version: Version, buffer: torch.Tensor) -> IoFuture | None:
-        if version.slot is None or not chunk.nbytes:
+        if version.slot in (None, IN_MEMORY) or not chunk.nbytes:
             return None
         self._has_third_places |= version.slot >= _SLOTS
         self.stats.bytes_written += chunk.nbytes
@@ -277,10 +335,13 @@ class States(Usable):
             if chunk in self.changed:
                 self._restore(chunk, buffer)
         elif chunk.pending is not None:
-            self.current[chunk] = chunk.pending  # from here on it is done
+            before, self.current[chunk] = self.current[chunk], chunk.pending  # from here on it is done
             self.changed.pop(chunk, None)
+            if before is not chunk.pending and before in self._held:
+                self._spare = self._held.pop(before)
             if self.when_done is not None:
                 self.when_done(chunk)
+        chunk.memory = None
 
     def _restore(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Gives the parameters the values back that belong to the current states, unless these are the new ones."""
@@ -294,7 +355,7 @@ class States(Usable):
     def share(self, chunk: Chunk, target: int, place: int) -> bool:
         """Makes an open file share the blocks of a chunk's states; see ``TensorStore.share``."""
         slot = self.current[chunk].slot
-        return slot is not None and self._store.share(key_of(chunk.number, slot), target, place)
+        return slot not in (None, IN_MEMORY) and self._store.share(key_of(chunk.number, slot), target, place)
 
     def record(self, steps: int, versions: Mapping[Chunk, Version], division: Division) -> dict[str, Any]:
         """Returns what another program needs to know of some versions, beside their bytes, in JSON."""
@@ -414,7 +475,11 @@ class States(Usable):
         if not self._has_third_places:
             return
         now = self.current.items()
-        slots = {chunk: (new.slot, self._durable.get(chunk.number), self._free_slot(chunk)) for chunk, new in now}
+        slots = {
+            chunk: (new.slot, self._durable.get(chunk.number), self._free_slot(chunk))
+            for chunk, new in now
+            if new.slot != IN_MEMORY
+        }
         wanted = {key_of(chunk.number, slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # the store is no mapping
@@ -463,6 +528,7 @@ class States(Usable):
     def measure(self) -> OptimizerStats:
         """Returns the statistics, with the space and memory in use."""
         self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
+        self.stats.bytes_in_host = sum(memory.nbytes for memory in list(self._held.values()))
         return self.stats
 
     def _make_durable(self) -> None:
@@ -490,7 +556,7 @@ class States(Usable):
                 self._make_durable()
             except Exception as error:
                 failure = error
-        self._closed = True
+        self._closed, self._held, self._spare = True, {}, None
         self._undo.close()
         if failure is not None:
             raise failure

@@ -47,10 +47,16 @@ class Updates:
             self._slow = (self._states.attempt, self.slow_kinds(groups, early=False))
 
     def update(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Updates a chunk's parameters, and its states in the buffer."""
+        """Updates a chunk's parameters, and its states in the buffer or where they stay."""
+        if all(part.parameter.grad is None for part in chunk.slices):
+            return
         first = len(self._states.current[chunk].scalars) < len(chunk.slices)
-        host = buffer[: chunk.nbytes]
-        memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
+        old, host = self._states.places(chunk, buffer)
+        memory = host
+        if chunk.device.type != "cpu":
+            memory = old.to(chunk.device)
+        elif old is not host:
+            host.copy_(old)
         with contextlib.closing(chunk.borrowed()) as parts:
             for slices in parts:
                 self.has_lent |= slices[0].loan is not None
