@@ -6,6 +6,7 @@ import contextlib
 import copy
 import threading
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,6 +21,7 @@ from nvme_ops.offload import (
     swap_gradients,
     swap_params,
 )
+from nvme_ops.offload.optimizer import states as optimizer_states
 from nvme_ops.storage import Session, TensorStore
 from tests.contract.adapters import Capability, require, same, tensors
 from tests.offload.models import WIDTH as MIXED
@@ -242,8 +244,9 @@ class Optimizer(Capability):
     def start(self) -> None:
         self.module, self.usual = model(), model()
         self.reference = torch.optim.AdamW(self.usual.parameters())
-        options: Any = {"memory_budget": "1M", "reuse": self.keep, "checksums": True, "handle": self.handle}
-        self.optimizer = NvmeOptimizer(self.module.parameters(), torch.optim.AdamW, self.folder, **options)
+        options: Any = {"host_budget": "3M", "reuse": self.keep, "checksums": True, "handle": self.handle}
+        with _SEED, mock.patch.object(optimizer_states, "_BUFFER", 128 << 10):  # which holds some of the states
+            self.optimizer = NvmeOptimizer(self.module.parameters(), torch.optim.AdamW, self.folder, **options)
         self.stepped = 0
 
     def do(self, version: int) -> None:

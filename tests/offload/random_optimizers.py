@@ -21,6 +21,7 @@ import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.optimizer import nvme_optimizer
+from nvme_ops.offload.optimizer import states as optimizer_states
 from nvme_ops.offload.optimizer.chunks import HALF, MASTER
 from tests.offload.elsewhere import apart, values
 from tests.offload.elsewhere import same as differ
@@ -32,6 +33,7 @@ Params = list[torch.nn.Parameter]
 LARGE = ((65536,), (256,), (64, 10, 8, 8))  # three chunks or more of a budget of 1 MiB
 SMALL = ((16, 8, 4, 4), (256,), (32, 16), (8, 16, 2, 4))  # of one of 64 KiB
 SMALL_BUDGET = 1 << 16
+SMALL_BUFFER = SMALL_BUDGET // 4
 
 
 def made(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = LARGE, seed: int = 5) -> Params:
@@ -135,8 +137,9 @@ class Program:
             self.params = list(module)
         name, self.options = OPTIMIZERS[seed % len(OPTIMIZERS)]
         self.kind: Any = getattr(torch.optim, name)
-        budget = SMALL_BUDGET if small else "1M"
-        self.ours: dict[str, Any] = {"memory_budget": budget, "reuse": True, "master_weights": self.rng.random() < 0.4}
+        budgets = (SMALL_BUDGET, 11 * SMALL_BUFFER, "1M") if small else ("1M",)  # hold none, some and all states
+        self.ours: dict[str, Any] = {"host_budget": budgets[seed // 3 % len(budgets)], "reuse": seed // 2 % 2 > 0}
+        self.ours["master_weights"] = self.rng.random() < 0.4
         self.ours |= {"checksums": self.rng.random() < 0.3, "free_gradients": self.rng.random() < 0.25}
         self.overlap = self.rng.random() < 0.3
         self.saved: Any = None
@@ -182,6 +185,8 @@ class Program:
 
     def resume(self) -> None:
         self.forget_others()
+        if not self.ours["reuse"]:
+            return
         if self.folder is not None:
             self.optimizer.close()
             self.optimizer = self.make([dict(group) for group in self.optimizer.param_groups])
@@ -382,7 +387,7 @@ def run(seed: int, folder: Path, small: bool, count: int = 20) -> str:
 
 def run_many(seeds: range) -> list[str]:
     """Runs small programs in children; returns what differs."""
-    nvme_optimizer.MIN_BUDGET = SMALL_BUDGET
+    nvme_optimizer.MIN_BUDGET, optimizer_states._BUFFER = SMALL_BUDGET, SMALL_BUFFER
     torch.set_num_threads(1)
 
     def work(seed: str) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,13 +24,79 @@ from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.moments import Interrupt, numbers
 from tests.offload.elsewhere import same as differ
 from tests.offload.test_optimizer_kept import small, train
-from tests.offload.training import Twins, adamw, backward, equal, network, states, values
+from tests.offload.training import Twins, adamw, backward, equal, make_small_chunks, network, states, values
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert "nvme_ops-optimizer" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small_chunks(monkeypatch.setattr)
+
+
+SMALL_CHUNKS = pytest.mark.usefixtures(_small_chunks.__name__)
+BUDGETS = {"none": "1M", "some": "3M", "all": "8M"}  # that hold so many of the states of ``network``
+
+
+# Held in memory
+
+
+@SMALL_CHUNKS
+@pytest.mark.parametrize("overlap", [None, "backward"])
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("held", BUDGETS)
+def test_what_is_held_is_not_read_and_written_only_for_the_next_program(
+    folder: Path, held: str, reuse: bool, overlap: Any
+) -> None:
+    with Twins(folder, ours={"memory_budget": BUDGETS[held], "reuse": reuse, "overlap": overlap}) as twins:
+
+        def require_moved() -> None:
+            before = copy.copy(twins.ours.stats())
+            twins.step(5)
+            stats = twins.ours.stats()
+            whole = sum(chunk.nbytes for chunk in twins.ours._states.division.chunks)
+            read, written = stats.bytes_read - before.bytes_read, stats.bytes_written - before.bytes_written
+            assert (read, written) == (whole - stats.bytes_in_host, whole if reuse else read)
+            assert stats.bytes_stored == 2 * written, "also after a load, which writes what is held"
+            assert {"none": read == whole, "some": whole // 3 < read < whole * 2 // 3, "all": not read}[held]
+            assert twins.apart() == ""
+
+        for number in range(3):
+            twins.step(number)
+        require_moved()
+        for _, optimizer in twins.both():
+            optimizer.load_state_dict(copy.deepcopy(twins.plain.state_dict()))
+        twins.step(3)
+        require_moved()
+        assert not twins.ours.save_states(folder / "saved")
+        twins.ours.load_states(folder / "saved")
+        assert twins.apart() == ""
+        for model, optimizer in twins.both():
+            model.add_module("more", more := torch.nn.Linear(301, 2, bias=False))
+            torch.nn.init.ones_(more.weight)
+            optimizer.add_param_group({"params": [more.weight]})
+        twins.step(4)
+        require_moved()
+        stats, limit = twins.ours.stats(), int(BUDGETS[held][0]) << 20
+        assert limit * (held == "some") // 2 < stats.peak_bytes <= limit
+    assert twins.ours.stats().bytes_in_host == 0
+
+
+@SMALL_CHUNKS
+def test_states_for_which_there_is_no_memory_now_are_written(folder: Path) -> None:
+    with Twins(folder, ours={"memory_budget": "3M"}) as twins:
+        twins.step(0)
+        held = twins.ours.stats().bytes_in_host
+        with mock.patch.object(twins.ours._states._pool, "lease", side_effect=MemoryError):
+            twins.step(1)
+        assert twins.ours.stats().bytes_in_host < held
+        for number in (2, 3):
+            twins.step(number)
+        assert (twins.apart(), twins.ours.stats().bytes_in_host) == ("", held)
 
 
 # State dicts
@@ -190,12 +257,18 @@ def test_one_whose_parameters_were_replaced_says_so(folder: Path, ours: bool) ->
 # Failures
 
 
+@SMALL_CHUNKS
+@pytest.mark.parametrize("held", ["none", "some"])
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("how", ["the same", "anew", "in place"])
-def test_a_failed_step_is_gone_on_with_unless_the_gradients_are_others(folder: Path, how: str) -> None:
+def test_a_failed_step_is_gone_on_with_unless_the_gradients_are_others(
+    folder: Path, how: str, reuse: bool, held: str
+) -> None:
     """With the same ones it goes on, also where the optimizer changes them; with others it is a step for all."""
     options: dict[str, Any] = {"momentum": 0.9, "nesterov": how == "the same", "foreach": True, "lr": 0.1}
     handle = Faulty()
-    with Twins(folder, torch.optim.SGD, ours={"handle": handle}, **options) as twins:
+    ours = {"handle": handle, "reuse": reuse, "memory_budget": {"none": "1M", "some": "2M"}[held]}
+    with Twins(folder, torch.optim.SGD, ours=ours, **options) as twins:
         twins.step(0)
         twins.backward(1)
         handle.will("write", "refuse", {3})
@@ -241,10 +314,14 @@ class Stopping(dict[Any, Any]):
         return super().pop(*given)
 
 
-def test_what_is_done_is_not_put_back_where_ctrl_c_comes_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@SMALL_CHUNKS
+@pytest.mark.parametrize("held", BUDGETS)
+def test_what_is_done_is_not_put_back_where_ctrl_c_comes_twice(
+    folder: Path, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new states are those of now already, and the old values not forgotten yet."""
     interrupt_two_waits(monkeypatch)
-    with Twins(folder) as twins:
+    with Twins(folder, ours={"memory_budget": BUDGETS[held]}) as twins:
         twins.step(0)
         twins.backward(1)
         twins.ours._states.changed = Stopping()
@@ -342,7 +419,7 @@ def test_ctrl_c_while_the_disk_is_slow(folder: Path, number: int, free: bool, ti
         assert twins.apart() == ""
 
 
-# Stopped at any moment of a load or the end of a step: old or new states, whole. A program that is killed:
+# Stopped at any moment of a load or of a step: old or new states, whole. A program that is killed:
 # test_optimizer_kept.py.
 
 LOST = pytest.mark.usefixtures(lost_unraisable.__name__)
@@ -403,13 +480,39 @@ def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path
         assert differ(states(ours)[:-1], states(plain)[:-1]) == ""
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("points", [15, pytest.param(200, marks=pytest.mark.slow)])
+@SMALL_CHUNKS
+@LOST
+def test_a_step_stopped_at_any_moment_updates_every_chunk_once(folder: Path, reuse: bool, points: int) -> None:
+    mine, other = small(), small()
+    plain = torch.optim.AdamW(other.parameters())
+    with adamw(mine, folder, reuse=reuse, memory_budget="2M") as ours:
+
+        def step(number: int, moment: Interrupt) -> None:
+            train(other, plain, number, number + 1)
+            for param, one in zip(mine.parameters(), other.parameters(), strict=True):
+                param.grad = one.grad
+            if stopped(moment, ours.step) and ours.steps == taken:
+                ours.step()
+            assert equal(values(mine), values(other)), moment.where
+
+        for taken in range(3):
+            step(taken, counted := Interrupt())
+        for taken, number in enumerate(numbers("held", counted.count, points), 3):
+            step(taken, Interrupt(number))
+        assert differ(states(ours)[:-1], states(plain)[:-1]) == ""
+        assert 0 < ours.stats().bytes_in_host < 722400
+
+
 @pytest.mark.parametrize("how", ["load_state_dict", "load_states"])
 @pytest.mark.parametrize("points", [15, pytest.param(100, marks=pytest.mark.slow)])
+@SMALL_CHUNKS
 @LOST
 def test_a_load_stopped_at_any_moment_is_old_or_new(folder: Path, how: str, points: int) -> None:
     mine, reference = small(), Reference()
     compared = slice(None) if how == "load_state_dict" else slice(-1)  # with the options of groups, or without
-    with adamw(mine, folder, reuse=how == "load_states") as ours:
+    with adamw(mine, folder, reuse=how == "load_states", memory_budget="2M") as ours:
         sources: dict[int, Any] = {step: reference.dicts[step] for step in (3, 2)}
         for step, source in sources.items():
             ours.load_state_dict(source)

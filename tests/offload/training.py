@@ -11,6 +11,7 @@ import torch
 
 from nvme_ops.offload import ActivationStats, NvmeOptimizer, save_on_nvme
 from nvme_ops.offload.activations import activations
+from nvme_ops.offload.optimizer import states as optimizer_states
 from tests.offload.elsewhere import same
 from tests.offload.elsewhere import values as elsewhere
 
@@ -186,6 +187,11 @@ def settled(saving: save_on_nvme) -> ActivationStats:
 def take_few_in_flight(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Has small models wait for writes of activations, as large ones do."""
     set_attribute(activations, "IN_FLIGHT", 128 * KIB)
+
+
+def make_small_chunks(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Has optimizers hold states in what a budget has beyond 1 MiB."""
+    set_attribute(optimizer_states, "_BUFFER", 128 * KIB)
 
 
 def layers(count: int = 6) -> torch.nn.Sequential:
