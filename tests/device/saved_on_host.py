@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from nvme_ops.base.text import parse_size
-from nvme_ops.offload import save_on_nvme
+from nvme_ops.offload import NvmeOptimizer, save_on_nvme
 from tests.doubles import private_device
+from tests.offload.training import make_small_chunks, states
 
 
 def network() -> torch.nn.Sequential:
@@ -90,3 +91,31 @@ def evicted(folder: str) -> None:
     assert gone
     assert all(map(torch.equal, map(gradient_of, model.parameters()), wanted))
     saving.close()
+
+
+def stepped(folder: str, seeds: str) -> None:
+    """Parameters and states are those of torch's optimizer on the same device, whatever the order of work."""
+    make_small_chunks()
+    device = private_device()
+    for seed in range(int(seeds)):
+        with device.left_as_found(), device.computing(), device.in_random_order(seed):
+            step_on(device.device(), folder)
+
+
+def step_on(device: torch.device, folder: str) -> None:
+    """Compares steps with about half of the states in host memory."""
+    torch.manual_seed(0)
+    usual, there = ([torch.zeros(300, 300, device=device, requires_grad=True) for _ in range(4)] for _ in range(2))
+    plain = torch.optim.AdamW(usual)
+    with NvmeOptimizer(there, torch.optim.AdamW, folder, host_budget="3M") as ours:
+        for _ in range(3):
+            for one, other in zip(usual, there, strict=True):
+                one.grad = other.grad = torch.randn(300, 300).to(device)
+            plain.step()
+            ours.step()
+        stats = ours.stats()
+        assert stats.bytes_read == 2 * (stats.bytes_stored // 2)
+        assert stats.bytes_written == 3 * (stats.bytes_stored // 2)
+        assert 1 << 20 < stats.bytes_in_host < stats.bytes_stored
+        for mine, wanted in zip([*there, *states(ours)], [*usual, *states(plain)], strict=True):
+            assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted

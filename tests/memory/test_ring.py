@@ -331,6 +331,27 @@ def test_a_transfer_that_ctrl_c_has_hidden_keeps_its_buffer(folder: Path, what: 
     assert transfer.result() == SMALL
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_others_are_read_ahead_in_place_of_those_in_memory(folder: Path, depth: int) -> None:
+    file, ring = File(folder), Ring(None, buffer=SMALL, depth=depth)
+
+    def read(item: int, buffer: torch.Tensor) -> IoFuture | None:
+        return file.read(item, buffer) if item % 3 == 0 else None
+
+    def write(item: int, buffer: torch.Tensor) -> IoFuture | None:
+        return file.write(item, buffer) if item % 3 == 0 else None
+
+    with contextlib.closing(ring.update(range(COUNT), read, write, file.ended, lambda item: item % 3 > 0)) as updates:
+        for item, buffer in updates:
+            assert (item, None) not in file.failures.items()
+            assert ("read", min(item // 3 * 3 + 3, COUNT - 3)) in file.events or depth < 3
+            if item % 3 == 0:
+                buffer[:SMALL] += 1
+    assert [item for item in file.failures if item % 3 > 0] == [1, 2, 4, 5, 7, 8]
+    assert torch.equal(file.found()[::3], file.data[::3] + 1)
+    assert torch.equal(file.found()[1::3], file.data[1::3])
+
+
 def test_items_that_fail_to_come(folder: Path) -> None:
     file = File(folder)
     with pytest.raises(ZeroDivisionError):

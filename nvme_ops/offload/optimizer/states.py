@@ -62,6 +62,11 @@ class OptimizerStats(Stats):
         return self.bytes_written / max(1, self.steps)
 
 
+def room_for_states(budget: int) -> int:
+    """Returns the bytes of a budget that hold states, as the buffers of those on their way do not need them."""
+    return max(0, budget - _DEPTH * _BUFFER)
+
+
 class States(Usable):
     """Reads, writes and commits chunks.
 
@@ -106,7 +111,7 @@ class States(Usable):
         self._has_third_places = False  # some chunks have a third place
         self._held: dict[Version, torch.Tensor] = {}  # the states of a version that stay in memory
         self._spare: torch.Tensor | None = None  # memory of such states that others have replaced
-        self._room = max(0, given - _DEPTH * _BUFFER) if isinstance(given, int) else 0  # bytes for these
+        self._room = room_for_states(given) if isinstance(given, int) else 0  # bytes for these
         #: Bytes of buffers.
         self.budget = given - self._room if isinstance(given, int) else given.nbytes // _BUFFERS
         #: The most bytes of a chunk with its backup.

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
+from nvme_ops.offload.optimizer.states import room_for_states
 from nvme_ops.offload.residency.placement import placement, placements
 from nvme_ops.offload.weights.window import MANY_ROWS
 
@@ -439,15 +440,15 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
         return TrainingWay(name, taken, read, written, seconds, fits(batch), largest)
 
     whole = model.nbytes + model.nbytes + model.states
-    on_storage = min(budget, model.states)
-    swapped = min(budget, model.nbytes) + 2 * on_storage + model.largest
+    in_memory, states = min(budget, model.states), max(0, model.states - room_for_states(budget))
+    swapped = min(budget, model.nbytes) + 2 * in_memory + model.largest
     return [
         way("in memory", whole, 0),
-        way("states on NVMe", 2 * model.nbytes + on_storage, model.states),
-        way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states),
-        way("states and parameters", swapped, model.states, model.nbytes),
+        way("states on NVMe", 2 * model.nbytes + in_memory, states),
+        way("states, gradients freed", model.nbytes + 2 * in_memory + model.largest, states),
+        way("states and parameters", swapped, states, model.nbytes),
         way("activations", whole, 0, activations=True),
-        way("all of these", swapped, model.states, model.nbytes, activations=True),
+        way("all of these", swapped, states, model.nbytes, activations=True),
     ]
 
 
