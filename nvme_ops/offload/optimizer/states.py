@@ -25,7 +25,6 @@ import torch
 
 from nvme_ops.base.errors import FormatError, note
 from nvme_ops.base.lifetime import Usable
-from nvme_ops.base.text import MIB
 from nvme_ops.filesystem.files import sync_above
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
@@ -36,14 +35,13 @@ from nvme_ops.memory.torch_memory import large_tensors_pooled
 from nvme_ops.offload.memory import Buffers, Memory
 from nvme_ops.offload.optimizer.chunks import IN_MEMORY, NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
-from nvme_ops.offload.residency.placement import worth_keeping
+from nvme_ops.offload.residency.placement import IN_FLIGHT, room_beside_buffers, worth_keeping
 from nvme_ops.offload.residency.policy import Stats
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 
-_BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
+_BUFFER = IN_FLIGHT  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
 _BUFFERS = 4
-_DEPTH = 8  # buffers of which storage is never short: a budget beyond these holds states
 _SLOTS = 2  # places of a chunk's states
 
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
@@ -60,11 +58,6 @@ class OptimizerStats(Stats):
     def bytes_written_per_step(self) -> float:
         """Bytes written per step, on average: times the steps per day, to be compared with a drive's rating."""
         return self.bytes_written / max(1, self.steps)
-
-
-def room_for_states(budget: int) -> int:
-    """Returns the bytes of a budget that hold states, as the buffers of those on their way do not need them."""
-    return max(0, budget - _DEPTH * _BUFFER)
 
 
 class States(Usable):
@@ -111,7 +104,7 @@ class States(Usable):
         self._has_third_places = False  # some chunks have a third place
         self._held: dict[Version, torch.Tensor] = {}  # the states of a version that stay in memory
         self._spare: torch.Tensor | None = None  # memory of such states that others have replaced
-        self._room = room_for_states(given) if isinstance(given, int) else 0  # bytes for these
+        self._room = room_beside_buffers(given, _BUFFER) if isinstance(given, int) else 0  # bytes for these
         #: Bytes of buffers.
         self.budget = given - self._room if isinstance(given, int) else given.nbytes // _BUFFERS
         #: The most bytes of a chunk with its backup.
@@ -175,7 +168,7 @@ class States(Usable):
         with large_tensors_pooled(keep=self.buffer if self._shared is None else 0):
             yield from self._pass(chunks, self._begin, self._write, self._ended, self._is_held)
 
-    def places(self, chunk: Chunk, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def old_and_new(self, chunk: Chunk, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the bytes that have a chunk's states, and those for its new ones, which may be the same."""
         version = self.current[chunk]
         buffer = buffer[: chunk.nbytes]

@@ -51,7 +51,7 @@ class Updates:
         if all(part.parameter.grad is None for part in chunk.slices):
             return
         first = len(self._states.current[chunk].scalars) < len(chunk.slices)
-        old, host = self._states.places(chunk, buffer)
+        old, host = self._states.old_and_new(chunk, buffer)
         memory = host
         if chunk.device.type != "cpu":
             memory = old.to(chunk.device)

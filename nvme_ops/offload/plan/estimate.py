@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
-from nvme_ops.offload.optimizer.states import room_for_states
-from nvme_ops.offload.residency.placement import placement, placements
+from nvme_ops.offload.residency.placement import placement, placements, room_beside_buffers
 from nvme_ops.offload.weights.window import MANY_ROWS
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
@@ -440,7 +439,7 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
         return TrainingWay(name, taken, read, written, seconds, fits(batch), largest)
 
     whole = model.nbytes + model.nbytes + model.states
-    in_memory, states = min(budget, model.states), max(0, model.states - room_for_states(budget))
+    in_memory, states = min(budget, model.states), max(0, model.states - room_beside_buffers(budget))
     swapped = min(budget, model.nbytes) + 2 * in_memory + model.largest
     return [
         way("in memory", whole, 0),

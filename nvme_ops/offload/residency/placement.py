@@ -13,6 +13,7 @@ Weight = TypeVar("Weight")  # anything hashable that identifies a weight
 STAYED = 1.25  #: times the uses of others that a weight counts which has stayed until now
 IN_FLIGHT = 32 << 20  #: bytes on their way that keep a device busy
 _RARE = 64  # weights used this many times less often than the most used one are not kept
+_BUFFERS = 8  # of a ring that storage is never short of
 _LATENCY = 256 << 10  # bytes that a device could read in the time that one more request costs
 _SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
 _GOLDEN = 0.6180339887498949
@@ -132,6 +133,16 @@ def share_of_experts(least: int, certain: int, experts: Sequence[int], memory: i
     most, largest = min(memory - least, sum(experts)), max(experts, default=1)
     share = max(largest, min(most, max(2 * largest, IN_FLIGHT, memory - certain)))
     return share // PAGE * PAGE if most >= largest else 0
+
+
+def room_beside_buffers(budget: int, buffer: int = IN_FLIGHT) -> int:
+    """Returns the bytes of a budget for what is to stay; the others suffice for buffers through which the rest passes.
+
+    Args:
+        budget: bytes in all.
+        buffer: bytes of one buffer.
+    """
+    return max(0, budget - _BUFFERS * buffer)
 
 
 def kept_from_the_start(sizes: Sequence[int], memory: int) -> list[int]:
