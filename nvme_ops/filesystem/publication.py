@@ -440,6 +440,11 @@ class FileState:
         self._name = name
         return True
 
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What the file and its present bytes are recognised by."""
+        return *self._file, self._change
+
     def is_written(self, status: os.stat_result) -> bool:
         """Returns whether ``status`` is that of another file, or of other bytes without doubt."""
         return _file(status) != self._file

@@ -35,24 +35,29 @@ _ending = False
 
 
 class PageLocked:
-    """Memory that is registered until this is freed; ordinary memory if CUDA refuses, which a RuntimeWarning says once.
+    """Memory that is registered until this is freed; ordinary memory if CUDA refuses, which ``warn`` says once.
 
     A forked child finds zeros in it. Pages that a device uses cannot be shared: the kernel would copy all of them at
     the fork, or, before Linux 5.9, replace the parent's when they are written to, but not those that the GPU uses.
 
     Args:
         nbytes: bytes, in whole pages.
+        shared: with other processes, memory that a forked child has not; new memory when None.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.refusal = nbytes, "no thread can be started"
-        self.memory = torch.frombuffer(pool_buffer(nbytes), dtype=torch.uint8)
+    def __init__(self, nbytes: int, shared: torch.Tensor | None = None) -> None:
+        self.nbytes, self.refusal, self.is_shared = nbytes, "no thread can be started", shared is not None
+        self.memory = torch.frombuffer(pool_buffer(nbytes), dtype=torch.uint8) if shared is None else shared
         self.user: Callable[[], object] = lambda: None  #: returns what ``lend`` returned, while it is alive
         _settle_in_thread(self)
+
+    def warn(self) -> PageLocked:
+        """Says in a RuntimeWarning if CUDA has refused; returns itself."""
         if self.refusal:
             words = f"CUDA refused to page-lock host memory: {self.refusal}; it is used all the same, more slowly"
             fix = "(fix: ulimit -l unlimited, or docker run --ulimit memlock=-1)"
             warnings.warn(f"{words} {fix}", RuntimeWarning, stacklevel=1)  # one place, so it is shown once
+        return self
 
     def lend(self) -> Any:
         """Returns a buffer over the memory, freed with the last tensor over it."""
@@ -129,7 +134,7 @@ def _register(piece: PageLocked) -> str:
         if is_ours() and not _ending:
             _settle_in_thread(None, 0 if _lock._is_owned() else _PATIENCE)
 
-    if not _advise(piece.memory, _WIPE_ON_FORK):
+    if not piece.is_shared and not _advise(piece.memory, _WIPE_ON_FORK):
         return "a forked child would share it (is NVME_OPS_HUGETLB set?)"
     address, cudart = piece.memory.data_ptr(), torch.cuda.cudart()
     error: Any = cudart.cudaHostRegister(address, piece.nbytes, _PORTABLE)
@@ -137,6 +142,11 @@ def _register(piece: PageLocked) -> str:
         return str(cudart.cudaGetErrorString(error))
     _registered[address] = weakref.ref(piece, freed), piece.memory
     return ""
+
+
+def is_registered(memory: torch.Tensor) -> bool:
+    """Returns whether memory is registered that begins where this does."""
+    return memory.data_ptr() in _registered
 
 
 def _advise(memory: torch.Tensor, advice: int) -> bool:

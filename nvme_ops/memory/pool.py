@@ -304,7 +304,7 @@ class Pool(Tracked):
             owner = (ctypes.c_ubyte * nbytes).from_address(locked.data_ptr())
             owner.keeps = locked
         else:
-            piece = PageLocked(mine.charge)
+            piece = PageLocked(mine.charge).warn()
             with self._lock:
                 self._pieces.append(piece)
                 owner = piece.lend()

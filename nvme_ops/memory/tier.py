@@ -59,6 +59,10 @@ class Share:
         self._tier.collect()
         return self.in_use
 
+    def collect(self) -> None:
+        """Has the tier take back what nobody uses any more."""
+        self._tier.collect()
+
     @property
     def largest(self) -> int:
         """Bytes of the largest part that can be allocated now."""

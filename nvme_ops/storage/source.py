@@ -46,6 +46,11 @@ class WeightFile:
         """Updates ``size``, in bytes."""
         self.size = os.fstat(self._fd).st_size
 
+    @property
+    def identity(self) -> tuple[int, ...] | None:
+        """What its bytes are recognised by, in other processes, too; None if nobody checks whether it has changed."""
+        return None if self._seen is None else self._seen.identity
+
     def reader(self, extents: Sequence[FileExtent]) -> aio_handle:
         """Returns the handle that reads extents of this file."""
         if self.cache is None:

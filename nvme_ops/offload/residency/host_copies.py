@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.offload.residency.shared_files import SharedFiles
 
 _FULL = "others use the host's memory: weights have {} of it, and more are read from storage"
 
@@ -30,15 +31,16 @@ class HostCopies(Policy[FileEntry]):
     Args:
         device: the accelerator.
         share: host memory.
+        shared: the same, if other processes have it, too.
     """
 
     name = "host copies"
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
 
-    def __init__(self, device: torch.device, share: Share) -> None:
-        self._residency, self._files = Residency(), ModelFiles()
-        super().__init__(self._residency.lock, share, self._files, Stats())
+    def __init__(self, device: torch.device, share: Share, shared: SharedFiles | None = None) -> None:
+        self._residency, self._files, self._shared = Residency(), ModelFiles(), shared
+        super().__init__(self._residency.lock, share, shared or self._files, Stats())
         self._stream = new_stream(device)
         self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
         self._copying: dict[FileEntry, Copy] = {}  # the last one from each to the accelerator
@@ -53,10 +55,11 @@ class HostCopies(Policy[FileEntry]):
             for copy in [copy for copy in self.present if copy not in staying]:
                 self._residency.evict(self, copy)
 
-    def entries(self) -> set[FileEntry]:
-        """Returns the entries that are here, or on their way."""
+    def entries(self, among: Iterable[FileEntry] = ()) -> set[FileEntry]:
+        """Returns the entries that are here, or on their way; and those ``among`` others that other processes have."""
         with self.lock:
-            return {entry for entry, copy in self._copies.items() if copy.values is not None}
+            here = {entry for entry, copy in self._copies.items() if copy.values is not None}
+        return here if self._shared is None else here | self._shared.present(among)
 
     def is_awaited(self, entry: FileEntry) -> bool:
         """Returns whether an entry is on its way here: ``bring`` would wait for it."""
@@ -66,6 +69,7 @@ class HostCopies(Policy[FileEntry]):
     def read_ahead(self, entries: Iterable[FileEntry]) -> None:
         """Starts to read what is to be here and is not yet, the first of ``entries`` first."""
         with self.lock:
+            self.share.collect()
             if len(self.present) >= len(self._copies):
                 return
             room = 2 * IN_FLIGHT - sum(copy.nbytes for copy in self.present if copy.is_arriving())
@@ -123,6 +127,10 @@ class HostCopies(Policy[FileEntry]):
 
     # The policy
 
+    def allocate(self, entry: FileEntry) -> torch.Tensor | None:
+        """Returns memory for a copy, in which it may be already."""
+        return super().allocate(entry) if self._shared is None else self._shared.allocate(entry, self.share)
+
     def victims(self, after: int) -> Iterable[FileEntry]:
         """Returns those that are no longer kept."""
         del after
@@ -142,3 +150,9 @@ class HostCopies(Policy[FileEntry]):
     def out_of_memory(self, entry: FileEntry) -> MemoryError:
         """Returns the error to raise when no memory has become free for a copy."""
         return MemoryError(f"no host memory for a weight of {size_words(entry.nbytes)}")
+
+    def close(self) -> None:
+        """Waits for transfers under way, and gives up what processes share. Further calls do nothing."""
+        super().close()
+        if self._shared is not None and self._is_ours():
+            self._shared.tier.close()

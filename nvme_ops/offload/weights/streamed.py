@@ -26,6 +26,7 @@ from nvme_ops.offload.experts.host_experts import HostExperts
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.placement import kept_from_the_start, placement, share_of_experts
 from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.offload.residency.shared_files import shared_files
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
@@ -265,17 +266,14 @@ def stream(
                 file.handle = handle_in_order()
     host, host_experts = None, None
     if budgets.host and not fits:
-        host_tier = budgets.host_tier()
-        stay = placement([(source, 1.0, source.room) for source in foreseen], left)
-        host = HostCopies(device, host_tier.share())
+        host_tier, below = budgets.host_tier(), budgets.host
         if share:  # what every token uses comes first
-            below = min(budgets.host, sum(source.room for source in foreseen if source not in stay))
-            host.share.nbytes, host_experts = (
-                below,
-                HostExperts(
-                    device, host_tier.share(budgets.host - below), HostComputing() if compute_on_host else None
-                ),
-            )
+            stay = placement([(source, 1.0, source.room) for source in foreseen], left)
+            below = min(below, sum(source.room for source in foreseen if source not in stay))
+            computing = HostComputing() if compute_on_host else None
+            host_experts = HostExperts(device, host_tier.share(budgets.host - below), computing)
+        shared = shared_files(files, budgets.host) if budgets.shared is None else None
+        host = HostCopies(device, (host_tier if shared is None else shared.tier).share(below), shared)
     if host is None and (not fits or memory is not None):
         cache = PageCache(sum(file.size for file in files))
         for file in files:

@@ -315,7 +315,9 @@ class Window(Policy[_Weight]):
             for weight, uses in self._counts
             if uses > 0
         ]
-        host, in_host = (0, set()) if self._host is None else (self._host.share.nbytes, self._host.entries())
+        host, in_host = 0, set[_Weight]()
+        if self._host is not None:
+            host, in_host = self._host.share.nbytes, self._host.entries(weight for weight, _, _ in weights)
         self._keep, below = placements(weights, self.share.nbytes, host, in_host)
         if self._host is not None:
             self._host.keep(below)
