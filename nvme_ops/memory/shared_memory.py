@@ -345,9 +345,10 @@ class SharedTier(Tier):
                     return None if self._hand_out(nbytes, share, False, lambda *_: made) is None else made[1]
             return None
 
-    def piece_of(self, memory: torch.Tensor) -> int:
-        """Returns which piece was handed out."""
-        return self._kept[self.memory.place(memory)].piece
+    def piece_of(self, memory: torch.Tensor) -> int | None:
+        """Returns which piece was handed out; None if this is other memory."""
+        kept = self._kept.get(self.memory.place(memory))
+        return None if kept is None else kept.piece
 
     def _keep(self, key: Key, size: int) -> Any:
         """Keeps the piece of a key, and returns a buffer over it; None if there is no room. Raises OSError."""

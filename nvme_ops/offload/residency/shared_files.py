@@ -65,6 +65,8 @@ class SharedFiles(ModelFiles):
     ) -> tuple[torch.Tensor, IoFuture | None, int]:
         """Starts to fill an entry's memory, or to wait for the process that does; see ``ModelFiles``."""
         piece = self.tier.piece_of(memory)
+        if piece is None:  # the accelerator's
+            return super().read(entry, memory, priority)
         values = entry.over(memory)
         entry.own_tensors = tensors_over(values)
         if self.tier.memory.is_complete(piece):
