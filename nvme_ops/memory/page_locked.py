@@ -144,9 +144,11 @@ def _register(piece: PageLocked) -> str:
     return ""
 
 
-def is_registered(memory: torch.Tensor) -> bool:
-    """Returns whether memory is registered that begins where this does."""
-    return memory.data_ptr() in _registered
+def unregister(memory: torch.Tensor) -> bool:
+    """Returns whether no GPU can use memory that begins where this does, which has been freed."""
+    if memory.data_ptr() in _registered:  # the last call has failed
+        _settle_in_thread(None, _PATIENCE)
+    return memory.data_ptr() not in _registered
 
 
 def _advise(memory: torch.Tensor, advice: int) -> bool:

@@ -32,7 +32,7 @@ from nvme_ops import __version__
 from nvme_ops.base.lifetime import Tracked, track
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.settings import PAGE
-from nvme_ops.memory.page_locked import PageLocked, is_registered
+from nvme_ops.memory.page_locked import PageLocked, unregister
 from nvme_ops.memory.tier import Share, Tier, in_pages
 
 Key = tuple[int, int]  # 128 bits
@@ -71,14 +71,17 @@ def shared_memory(what: object, nbytes: int) -> SharedMemory | None:
         what: identifies the bytes, for example those of unchanged files.
         nbytes: the most bytes that all pieces of different keys have together.
     """
-    nbytes = _HEADER + in_pages(nbytes)
     with contextlib.suppress(OSError):
-        made = __version__, os.geteuid(), os.readlink("/proc/self/ns/mnt"), nbytes, what
-        name = "nvme_ops-{:x}{:x}".format(*(word % 2**64 for word in key_of(made)))
+        name, nbytes = _name(what, nbytes), _HEADER + in_pages(nbytes)
         memory = SharedMemory(_open(name, nbytes), nbytes)
         if (locked := memory.page_locked(0, PAGE)) is None or not locked.refusal:
             return memory
     return None
+
+
+def _name(what: object, nbytes: int) -> str:
+    key = key_of(__version__, os.geteuid(), os.readlink("/proc/self/ns/mnt"), nbytes, what)
+    return "nvme_ops-{:016x}{:016x}".format(*(word % 2**64 for word in key))
 
 
 def _open(name: str, nbytes: int) -> int:
@@ -192,7 +195,9 @@ class SharedMemory(Tracked):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets no other process keep, free or name pieces in the block. Raises TimeoutError if one does not end."""
+        """Lets no other process keep, free or name pieces in the block. Raises OSError if one does not go on."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the memory that processes share is the parent's")
         deadline = time.monotonic() + _PATIENCE
         while not self._lock(_TABLE, fcntl.F_WRLCK):
             if time.monotonic() > deadline:
@@ -387,7 +392,7 @@ class SharedTier(Tier):
         released = []
         for kept in pieces:
             kept.locked, (start, nbytes) = None, self.memory.span(kept.piece)
-            if not is_registered(self.memory.tensor(start, nbytes)):
+            if unregister(self.memory.tensor(start, nbytes)):
                 released.append(kept.piece)
                 del self._kept[start]
         with self.memory.locked():
