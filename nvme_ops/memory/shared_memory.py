@@ -74,7 +74,9 @@ def shared_memory(what: object, nbytes: int) -> SharedMemory | None:
     with contextlib.suppress(OSError):
         name, nbytes = _name(what, nbytes), _HEADER + in_pages(nbytes)
         memory = SharedMemory(_open(name, nbytes), nbytes)
-        if (locked := memory.page_locked(0, PAGE)) is None or not locked.refusal:
+        with memory.locked():  # which not every system that has a memfd can do
+            locked = memory.page_locked(0, PAGE)
+        if locked is None or not locked.refusal:
             return memory
     return None
 
@@ -199,11 +201,11 @@ class SharedMemory(Tracked):
         if self._fd < 0:
             raise OSError(errno.EBADF, "the memory that processes share is the parent's")
         deadline = time.monotonic() + _PATIENCE
-        while not self._lock(_TABLE, fcntl.F_WRLCK):
-            if time.monotonic() > deadline:
-                raise TimeoutError("another process, which shares its host memory, does not go on")
-            time.sleep(0.0005)
         try:
+            while not self._lock(_TABLE, fcntl.F_WRLCK):
+                if time.monotonic() > deadline:
+                    raise TimeoutError("another process, which shares its host memory, does not go on")
+                time.sleep(0.0005)
             yield
         finally:
             self._lock(_TABLE, fcntl.F_UNLCK)
