@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from nvme_ops import __version__
 from nvme_ops.base.lifetime import Tracked, track
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.settings import PAGE
@@ -36,11 +35,12 @@ from nvme_ops.memory.page_locked import PageLocked, unregister
 from nvme_ops.memory.tier import Share, Tier, in_pages
 
 Key = tuple[int, int]  # 128 bits
+_NAMELESS: Key = 0, 0
 
+_LAYOUT = 1  # changes with what a key or a record means
 _HEADER = 2 << 20  # bytes at the start: records of pieces
-_RECORD = struct.Struct("=qqq8B")  # the key, at which byte the piece ends, its state; of the first: how many follow
-_KEY, _COUNT, _END = slice(0, 2), 0, 2  # of a record's words
-_FILLING, _COMPLETE, _REFILLED = range(24, 27)  # bytes of a record, not 0 where that is so
+_RECORD = struct.Struct("=qqq3B5x")  # the key, at which byte the piece ends, its state; of the first: how many follow
+_FILLING, _COMPLETE, _REFILLED = range(3)  # of its state, 1 where that is so
 _KEPT, _FILLED, _TABLE = 0, 1 << 60, 1 << 61  # the bytes to lock: of a piece, beginning there; of all records
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # who maps it finds all of it there
 _PATIENCE = 5.0  # seconds that others may take for what takes them a moment
@@ -65,7 +65,7 @@ def key_of(*what: object) -> Key:
 def shared_memory(what: object, nbytes: int) -> SharedMemory | None:
     """Returns the memory for bytes of ``what``; None if the system gives none, or registers none for a GPU.
 
-    Only processes of one user that see the same file systems share it, if they have the same version of this package.
+    Only processes of one user that see the same file systems share it, and only if they agree about its layout.
 
     Args:
         what: identifies the bytes, for example those of unchanged files.
@@ -82,7 +82,7 @@ def shared_memory(what: object, nbytes: int) -> SharedMemory | None:
 
 
 def _name(what: object, nbytes: int) -> str:
-    key = key_of(__version__, os.geteuid(), os.readlink("/proc/self/ns/mnt"), nbytes, what)
+    key = key_of(_LAYOUT, os.geteuid(), os.readlink("/proc/self/ns/mnt"), nbytes, what)
     return "nvme_ops-{:016x}{:016x}".format(*(word % 2**64 for word in key))
 
 
@@ -103,7 +103,7 @@ def _open(name: str, nbytes: int) -> int:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
-            os.pwrite(fd, _RECORD.pack(0, 0, _HEADER, *bytes(8)), 0)
+            os.pwrite(fd, _RECORD.pack(0, 0, _HEADER, 0, 0, 0), 0)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(fd)
@@ -151,9 +151,8 @@ class SharedMemory(Tracked):
         if self._address == ctypes.c_void_p(-1).value:
             os.close(fd)
             raise OSError(ctypes.get_errno(), "mmap")
-        header = torch.frombuffer(self.buffer(0, _HEADER), dtype=torch.int64)
-        self._records = header.view(-1, _RECORD.size // 8)
-        self._bytes = self._records.view(torch.uint8)
+        self._header = memoryview(self.buffer(0, _HEADER)).cast("B")
+        self._words = self._header.cast("q")
         self._ending = weakref.finalize(self, _unmap, fd, self._address, nbytes)
         self._ending.atexit = False  # then the system does it
         track(self)
@@ -212,22 +211,29 @@ class SharedMemory(Tracked):
 
     # The pieces, from 1
 
-    @property
-    def _count(self) -> int:
-        return int(self._records[0, _COUNT])
+    def _records(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        count = 1 + self._words[0]
+        return enumerate(_RECORD.iter_unpack(self._header[_RECORD.size : count * _RECORD.size]), 1)
+
+    def _name(self, piece: int, key: Key) -> None:
+        self._words[4 * piece], self._words[4 * piece + 1] = key
+
+    def _is(self, piece: int, state: int) -> bool:
+        return self._header[_RECORD.size * piece + 24 + state] != 0
+
+    def _set(self, piece: int, state: int, value: bool) -> None:
+        self._header[_RECORD.size * piece + 24 + state] = value
 
     def span(self, piece: int) -> tuple[int, int]:
         """Returns at which byte a piece begins, and its bytes."""
-        start, end = self._records[piece - 1 : piece + 1, _END].tolist()
+        start, end = self._words[4 * piece - 2], self._words[4 * piece + 2]
         return start, end - start
 
     def complete_keys(self) -> set[Key]:
         """Returns the keys of the pieces that are complete."""
-        count = 1 + self._count
-        there = self._bytes[1:count, _COMPLETE] != 0
-        return {(first, second) for first, second in self._records[1:count, _KEY][there].tolist()}
+        return {(record[0], record[1]) for piece, record in self._records() if self._is(piece, _COMPLETE)}
 
-    def keep(self, key: Key, nbytes: int, free: Collection[int]) -> int | None:
+    def keep(self, key: Key, nbytes: int, free: Iterable[int]) -> int | None:
         """Keeps the piece of this key, or one that gets it; None if there is no room. Call it with the lock.
 
         Args:
@@ -235,30 +241,29 @@ class SharedMemory(Tracked):
             nbytes: of the piece, in whole pages.
             free: pieces of such size that this process keeps and does not use, one of which is preferred to others.
         """
-        records, count = self._records, self._count
-        same = (records[1 : count + 1, _KEY] == torch.tensor(key)).all(dim=1).nonzero()[:, 0].tolist()
-        if same:
-            return same[0] + 1 if self._lock(_KEPT + same[0] + 1, fcntl.F_RDLCK) else None
-        for piece in free:
-            if not self._bytes[piece, [_FILLING, _REFILLED]].any() and self._rename(piece, key):
+        nameless, end = list[int](), _HEADER
+        for piece, (first, second, its_end, *_) in self._records():
+            if (first, second) == key:
+                return piece if self._lock(_KEPT + piece, fcntl.F_RDLCK) else None
+            if (first, second) == _NAMELESS and its_end - end == nbytes:
+                nameless.append(piece)
+            end = its_end
+        reusable = (piece for piece in free if not self._is(piece, _FILLING) and not self._is(piece, _REFILLED))
+        for piece in (*reusable, *nameless):
+            if self._rename(piece, key):
                 return piece
-        sizes = records[1 : count + 1, _END] - records[:count, _END]
-        nameless = (records[1 : count + 1, _KEY] == 0).all(dim=1)
-        for number in ((sizes == nbytes) & nameless).nonzero()[:, 0].tolist():
-            if self._rename(number + 1, key):
-                return int(number + 1)
-        end = int(records[count, _END]) + nbytes
-        if end > self._nbytes or count + 2 > len(records):
+        piece = 1 + self._words[0]
+        if end + nbytes > self._nbytes or (1 + piece) * _RECORD.size > _HEADER:
             return None
-        records[count + 1] = torch.tensor([0, 0, end, 0])
-        records[0, _COUNT] = count + 1
-        return count + 1 if self._rename(count + 1, key) else None
+        self._header[piece * _RECORD.size :][: _RECORD.size] = _RECORD.pack(*_NAMELESS, end + nbytes, 0, 0, 0)
+        self._words[0] = piece
+        return piece if self._rename(piece, key) else None
 
     def _rename(self, piece: int, key: Key) -> bool:
         if not self._lock(_KEPT + piece, fcntl.F_WRLCK):
             return False
-        self._bytes[piece, _COMPLETE] = 0
-        self._records[piece, _KEY] = torch.tensor(key)
+        self._set(piece, _COMPLETE, False)
+        self._name(piece, key)
         return self._lock(_KEPT + piece, fcntl.F_RDLCK)
 
     def release(self, pieces: Iterable[int]) -> None:
@@ -266,17 +271,17 @@ class SharedMemory(Tracked):
         for piece in pieces:
             if self._lock(_KEPT + piece, fcntl.F_WRLCK):
                 start, nbytes = self.span(piece)
-                self._bytes[piece, _COMPLETE] = 0
+                self._set(piece, _COMPLETE, False)
                 # fresh pages: what a device still does for a process that was killed, it does to the old ones
                 if _libc.fallocate(self._fd, _KEEP_SIZE_PUNCH_HOLE, start, nbytes) == 0:
-                    self._bytes[piece, [_FILLING, _REFILLED]] = 0
-                    self._records[piece, _KEY] = 0
+                    self._set(piece, _FILLING, False)
+                    self._set(piece, _REFILLED, False)
+                    self._name(piece, _NAMELESS)
             self._lock(_KEPT + piece, fcntl.F_UNLCK)
 
     def left(self, kept: Collection[int]) -> list[int]:
         """Returns the pieces that have bytes, but for those that this process keeps."""
-        named = (self._records[1 : 1 + self._count, _KEY] != 0).any(dim=1).nonzero()[:, 0] + 1
-        return [piece for piece in named.tolist() if piece not in kept]
+        return [piece for piece, record in self._records() if record[:2] != _NAMELESS and piece not in kept]
 
     def populate(self, piece: int) -> None:
         """Has the system supply a piece's memory. Raises OSError if it has none: later, that would end the program."""
@@ -288,7 +293,7 @@ class SharedMemory(Tracked):
 
     def is_complete(self, piece: int) -> bool:
         """Returns whether all its bytes are there."""
-        return bool(self._bytes[piece, _COMPLETE])
+        return self._is(piece, _COMPLETE)
 
     def begin_to_fill(self, piece: int, anyhow: bool = False) -> bool:
         """Returns whether this process may fill it now; ``anyhow``: even while another one does so."""
@@ -298,16 +303,16 @@ class SharedMemory(Tracked):
             return False
         if not is_alone and not anyhow:
             return False
-        if self._bytes[piece, _FILLING]:  # by one that was killed, and a device may still do so: it gets no other bytes
-            self._bytes[piece, _REFILLED] = 1
-        self._bytes[piece, _FILLING] = 1
+        if self._is(piece, _FILLING):  # by one that was killed, for which a device may still do so: it keeps its key
+            self._set(piece, _REFILLED, True)
+        self._set(piece, _FILLING, True)
         return True
 
     def end_to_fill(self, piece: int, complete: bool) -> None:
         """Ends what ``begin_to_fill`` began, once nothing more of it is under way."""
         if complete:
-            self._bytes[piece, _COMPLETE] = 1
-        self._bytes[piece, _FILLING] = 0
+            self._set(piece, _COMPLETE, True)
+        self._set(piece, _FILLING, False)
         self._lock(_FILLED + piece, fcntl.F_UNLCK)
 
 
