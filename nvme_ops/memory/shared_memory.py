@@ -5,9 +5,9 @@ not, and nothing has to be removed. It is divided into pieces. What has to end w
 the memfd (fcntl(2), open file description locks): one that it keeps a piece, one that it fills it. A piece has a key,
 which names its bytes; whoever is the only one to keep a piece may give it another key, and frees it in the end.
 
-Rejected: the page cache, which is shared, too. CPUs have to copy from it, 0.09 s for each GiB: to an H200, at 24 to 27
-GB/s by four of them, while the bus moves 55 from page-locked memory without any (docs/gpu-results.md). And nobody can
-say what stays in it.
+Rejected: the page cache, which is shared, too. CPUs have to copy from it, 0.1 to 0.2 s for each GiB: to an H200, at 24
+to 27 GB/s by four of them, while the bus moves 55 from page-locked memory without any (docs/gpu-results.md). And nobody
+can say what stays in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.page_locked import PageLocked, unregister
 from nvme_ops.memory.tier import Share, Tier, in_pages
 
+T = TypeVar("T")
 Key = tuple[int, int]  # 128 bits
 _NAMELESS: Key = 0, 0
 
@@ -56,6 +57,13 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _CHUNK = 8 << 20  # bytes that the system supplies by one call: a signal makes it begin anew
 
 
+def _flock(place: int, kind: int) -> bytes:
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, place, 1, 0)
+
+
+_UNLOCKED = _flock(_TABLE, fcntl.F_UNLCK)
+
+
 def key_of(*what: object) -> Key:
     """Returns the key of bytes that ``what`` identifies."""
     first, second = struct.unpack("=qq", hashlib.blake2b(repr(what).encode(), digest_size=16).digest())
@@ -74,8 +82,7 @@ def shared_memory(what: object, nbytes: int) -> SharedMemory | None:
     with contextlib.suppress(OSError):
         name, nbytes = _name(what, nbytes), _HEADER + in_pages(nbytes)
         memory = SharedMemory(_open(name, nbytes), nbytes)
-        with memory.locked():  # which not every system that has a memfd can do
-            locked = memory.page_locked(0, PAGE)
+        locked = memory.locked(memory.page_locked, 0, PAGE)  # not every system that has a memfd has such locks
         if locked is None or not locked.refusal:
             return memory
     return None
@@ -189,14 +196,13 @@ class SharedMemory(Tracked):
     def _lock(self, place: int, kind: int) -> bool:
         """Takes, changes or ends a lock of this process; returns False if another one's is in the way."""
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", kind, os.SEEK_SET, place, 1, 0))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(place, kind))
         except (BlockingIOError, PermissionError):
             return False
         return True
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lets no other process keep, free or name pieces in the block. Raises OSError if one does not go on."""
+    def locked(self, work: Callable[..., T], *arguments: object) -> T:
+        """Calls a function while no other process keeps, frees or names pieces. OSError if it waits in vain."""
         if self._fd < 0:
             raise OSError(errno.EBADF, "the memory that processes share is the parent's")
         deadline = time.monotonic() + _PATIENCE
@@ -205,9 +211,9 @@ class SharedMemory(Tracked):
                 if time.monotonic() > deadline:
                     raise TimeoutError("another process, which shares its host memory, does not go on")
                 time.sleep(0.0005)
-            yield
+            return work(*arguments)
         finally:
-            self._lock(_TABLE, fcntl.F_UNLCK)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCKED)  # at once: Ctrl-C may come at the beginning of any call
 
     # The pieces, from 1
 
@@ -248,9 +254,9 @@ class SharedMemory(Tracked):
             if (first, second) == _NAMELESS and its_end - end == nbytes:
                 nameless.append(piece)
             end = its_end
-        reusable = (piece for piece in free if not self._is(piece, _FILLING) and not self._is(piece, _REFILLED))
+        reusable = [piece for piece in free if not self._is(piece, _FILLING) and not self._is(piece, _REFILLED)]
         for piece in (*reusable, *nameless):
-            if self._rename(piece, key):
+            if self._rename(piece, key, is_kept=piece in reusable):
                 return piece
         piece = 1 + self._words[0]
         if end + nbytes > self._nbytes or (1 + piece) * _RECORD.size > _HEADER:
@@ -259,25 +265,34 @@ class SharedMemory(Tracked):
         self._words[0] = piece
         return piece if self._rename(piece, key) else None
 
-    def _rename(self, piece: int, key: Key) -> bool:
-        if not self._lock(_KEPT + piece, fcntl.F_WRLCK):
+    def _rename(self, piece: int, key: Key, is_kept: bool = False) -> bool:
+        """Keeps a piece under another key, if no other process keeps it."""
+        kept, released = (_flock(_KEPT + piece, kind) for kind in (fcntl.F_RDLCK, fcntl.F_UNLCK))
+        then = kept if is_kept else released
+        try:
+            if self._lock(_KEPT + piece, fcntl.F_WRLCK):
+                self._set(piece, _COMPLETE, False)
+                self._name(piece, key)
+                then = kept
+                return True
             return False
-        self._set(piece, _COMPLETE, False)
-        self._name(piece, key)
-        return self._lock(_KEPT + piece, fcntl.F_RDLCK)
+        finally:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, then)
 
     def release(self, pieces: Iterable[int]) -> None:
         """Frees pieces, unless others keep them. Call it with the lock."""
         for piece in pieces:
-            if self._lock(_KEPT + piece, fcntl.F_WRLCK):
-                start, nbytes = self.span(piece)
-                self._set(piece, _COMPLETE, False)
-                # fresh pages: what a device still does for a process that was killed, it does to the old ones
-                if _libc.fallocate(self._fd, _KEEP_SIZE_PUNCH_HOLE, start, nbytes) == 0:
-                    self._set(piece, _FILLING, False)
-                    self._set(piece, _REFILLED, False)
-                    self._name(piece, _NAMELESS)
-            self._lock(_KEPT + piece, fcntl.F_UNLCK)
+            released = _flock(_KEPT + piece, fcntl.F_UNLCK)
+            try:
+                if self._lock(_KEPT + piece, fcntl.F_WRLCK):
+                    self._set(piece, _COMPLETE, False)
+                    # fresh pages: what a device still does for a process that was killed, it does to the old ones
+                    if _libc.fallocate(self._fd, _KEEP_SIZE_PUNCH_HOLE, *self.span(piece)) == 0:
+                        self._set(piece, _FILLING, False)
+                        self._set(piece, _REFILLED, False)
+                        self._name(piece, _NAMELESS)
+            finally:
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, released)
 
     def left(self, kept: Collection[int]) -> list[int]:
         """Returns the pieces that have bytes, but for those that this process keeps."""
@@ -365,8 +380,8 @@ class SharedTier(Tier):
     def _keep(self, key: Key, size: int) -> Any:
         """Keeps the piece of a key, and returns a buffer over it; None if there is no room. Raises OSError."""
         memory = self.memory
-        with memory.locked():
-            piece = memory.keep(key, size, [kept.piece for kept in self._free() if kept.nbytes == size])
+        free = [kept.piece for kept in self._free() if kept.nbytes == size]
+        piece = memory.locked(memory.keep, key, size, free)
         if piece is None:
             return None
         start, _ = memory.span(piece)
@@ -402,8 +417,7 @@ class SharedTier(Tier):
             if unregister(self.memory.tensor(start, nbytes)):
                 released.append(kept.piece)
                 del self._kept[start]
-        with self.memory.locked():
-            self.memory.release(released)
+        self.memory.locked(self.memory.release, released)
 
     def collect(self) -> None:
         """Takes back the parts that nobody uses any more, and frees now and then what ended processes have left."""
@@ -413,8 +427,8 @@ class SharedTier(Tier):
                 return
             self._looked = now
             if left := self.memory.left({kept.piece for kept in self._kept.values()}):
-                with contextlib.suppress(OSError), self.memory.locked():
-                    self.memory.release(left)
+                with contextlib.suppress(OSError):
+                    self.memory.locked(self.memory.release, left)
 
     def close(self) -> None:
         """Gives up what is not used."""

@@ -25,6 +25,7 @@ from nvme_ops.memory.shared_memory import SharedMemory, SharedTier, key_of, shar
 from tests.conftest import KIB, MIB, in_child, limited
 from tests.device.kinds import on_a_gpu
 from tests.doubles.cuda import FakeCuda
+from tests.moments import Interrupt, numbers
 
 ONE, TWO = key_of("one"), key_of("two")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -184,9 +185,34 @@ def test_the_machine_has_no_memory(what: str, monkeypatch: pytest.MonkeyPatch) -
 def test_processes_that_stand_still_are_no_reason_to_wait(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Process(what), Process(what)
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
-    with one.memory.locked():
-        assert other.tier.allocate_for(ONE, MIB, other.share) is None
+    assert one.memory.locked(other.tier.allocate_for, ONE, MIB, other.share) is None
     other.get(ONE)
+
+
+def test_ctrl_c_at_any_moment_keeps_nothing_and_holds_nobody_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what takes memory, from a piece of other bytes or anew, and gives it up."""
+    monkeypatch.setattr(module, "free_memory", lambda: 64 * MIB)  # in whose generators it would be ignored
+
+    def use(process: Process) -> None:
+        process.fill(ONE, 1)
+        process.fill(TWO, 2)
+        process.get(ONE, 2 * MIB)
+        process.tier.close()
+
+    with Interrupt() as moments:
+        use(Process(what, 2 * MIB))
+    last = Process(what)
+    for number in numbers("shared memory", moments.count, 100):
+        process = Process(what, 2 * MIB)
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(number) as moment:
+            use(process)
+        assert last.tier.allocate_for(TWO, MIB, last.share) is not None, moment.where
+        assert process.share.bytes_in_use == 0, moment.where
+        process.tier._looked = 0.0
+        process.tier.close()
+        last.tier._looked = 0.0
+        last.tier.close()
+        assert taken(last) == 0, moment.where
 
 
 def test_there_is_none(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
