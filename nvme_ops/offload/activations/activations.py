@@ -243,12 +243,15 @@ class Activations(Policy[Unit]):
                         self._bytes += unit.nbytes
                     unit.demanded = True
                     memory, arrival = unit.memory, unit.arrival
+                    queued, version = unit.queued, unit.handed_out
                     if self._away:
                         self._read_ahead(unit)
-                if arrival is None or self._residency.await_arrival(self, unit, arrival, begun):
+                if arrival is None:
+                    break
+                if self._residency.await_arrival(self, unit, arrival, begun):
                     with self.lock:
                         if unit.memory is memory:  # else another thread has evicted it as it arrived
-                            queued, version = unit.queued, unit.handed_out
+                            version = unit.handed_out
                             break
             except Exception as error:
                 memory = None

@@ -315,7 +315,7 @@ class Window(Policy[_Weight]):
             for weight, uses in self._counts
             if uses > 0
         ]
-        host, in_host = 0, set[_Weight]()
+        host, in_host = 0, set[FileEntry]()
         if self._host is not None:
             host, in_host = self._host.share.nbytes, self._host.entries(weight for weight, _, _ in weights)
         self._keep, below = placements(weights, self.share.nbytes, host, in_host)
