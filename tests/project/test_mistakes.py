@@ -42,6 +42,8 @@ SWITCHES = {
     "data.SampleWriter('w', {})": "checksums overwrite",
     "data.SampleStore('store', {})": "verify",
     "data.Loader('store', {})": "drop_last",
+    "offload.from_pretrained('dir', memory_budget='4M', {})": "compute_on_host",
+    "offload.stream_weights(m, 'dir', memory_budget='4M', {})": "compute_on_host",
     "offload.save_on_nvme('dir', {})": "checksums",
     "offload.swap_params(m, 'dir', memory_budget='4M', {})": "checksums",
     "offload.swap_params(m, 'dir', memory_budget='4M').gathered(m.parameters(), {}).__enter__()": "change",
