@@ -397,7 +397,8 @@ class Residents(Policy[Resident]):
     def close(self) -> None:
         """Waits for transfers and removes the files. Further calls do nothing."""
         super().close()
-        for home in [resident.home for resident in self._all.values() if resident.home is not None]:
+        homes = [resident.home for resident in self._all.values()] + [home for _, _, home in self._gone]
+        for home in [home for home in homes if home is not None and self._is_ours()]:
             home.free()
         if self._memory is not None and self._process == os.getpid():
             self.borrowed.clear()
