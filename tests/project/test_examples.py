@@ -109,7 +109,7 @@ BLOCK = re.compile(r"^([^\n]*)\n+```python\n(.*?)^```", re.MULTILINE | re.DOTALL
 NEED = re.compile(r"\bneeds (.+):$")
 #: What stands here for what a reader needs.
 STAND_INS = {
-    "a GPU": "from tests.doubles import private_device\nprivate_device()\n",
+    "a GPU": "from tests.doubles import private_device\n(computing := private_device().computing()).__enter__()\n",
     "DeepSpeed": "import deepspeed\n",
 }
 OPTIONAL = re.compile(r"^(?:from|import) (transformers|peft|deepspeed)\b", re.MULTILINE)
