@@ -19,7 +19,6 @@ import torch
 
 import nvme_ops
 from benchmarks import command, fio
-from benchmarks.peers import load_deepspeed
 from benchmarks.raw_io import load_through_us, save_through_us
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.filesystem.files import wait_until_free
@@ -100,7 +99,6 @@ class Work:
 
     path: str
     tensors: dict[str, torch.Tensor]
-    deepspeed: bool = True
 
     @property
     def size(self) -> int:
@@ -135,7 +133,7 @@ def contenders(work: Work) -> list[Contender]:
         for name in ("safetensors.torch", "torch.distributed.checkpoint", "nvme_ops.dcp")
     )
     peer = ".peer.safetensors"
-    made = [
+    return [
         Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load),
         Contender("nvme_ops .safetensors, recycle=True", ".recycled.safetensors",
                   partial(nvme_ops.save, recycle=True), None),
@@ -154,8 +152,6 @@ def contenders(work: Work) -> list[Contender]:
                   _durably(lambda tensors, path: dcp().save(dict(tensors), checkpoint_id=path, no_dist=True)),
                   lambda path: work.into_new(lambda those: dcp().load(those, checkpoint_id=path, no_dist=True))),
     ]  # fmt: skip
-    deepspeed = Contender("DeepSpeed FastFileWriter", ".deepspeed.pt", _durably(_deepspeed_save), None, "deepspeed")
-    return [*made, deepspeed] if work.deepspeed else made
 
 
 def _files(path: str) -> list[str]:
@@ -202,21 +198,6 @@ def _runai_load(path: str) -> Tensors:
     with SafetensorsStreamer() as streamer:
         streamer.stream_file(path)
         return {name: tensor.clone() for name, tensor in streamer.get_tensors()}  # it reuses its memory
-
-
-def _deepspeed_save(tensors: Tensors, path: str) -> None:
-    handle = load_deepspeed().aio_handle()
-    from deepspeed import io  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-    pinned = handle.new_cpu_locked_tensor(64 << 20, torch.empty(0, dtype=torch.uint8))
-    config = io.FastFileWriterConfig(
-        dnvme_handle=handle, pinned_tensor=pinned, double_buffer=True, num_parallel_writers=1, writer_rank=0,
-        global_rank=0,
-    )  # fmt: skip
-    writer = io.FastFileWriter(file_path=path, config=config)
-    torch.save(tensors, writer)
-    writer.close()
-    handle.free_cpu_locked_tensor(pinned)
 
 
 def save_rows(work: Work) -> list[Row]:
@@ -375,7 +356,7 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]
         command.show_progress(f"making the state dict {kind}")
         tensors = state_dict(kind, run.args.size)
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            work = Work(os.path.join(folder, kind), tensors, not run.args.no_deepspeed)
+            work = Work(os.path.join(folder, kind), tensors)
             words = f"{kind}: {len(tensors)} tensors, {size_words(work.size)}"
             for group in run.args.groups:
                 if group == "fresh" and kind != "large":
