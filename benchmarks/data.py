@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import command, fio
+from benchmarks.peers import needed
 from nvme_ops.base.command_line import size
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.data import SampleStore
@@ -46,7 +47,7 @@ def dataset(data: DataSet) -> Reader:
 
 def memmap(data: DataSet) -> Reader:
     """All samples in a file that NumPy maps, read by torch's loader."""
-    numpy = _needed("numpy", "numpy")
+    numpy = needed("numpy", "numpy")
     path = data.path("memmap") / "samples"
     with path.open("wb") as file:
         file.writelines(data.samples())
@@ -62,7 +63,7 @@ def _mapped_sample(mapped: Any, place: slice) -> Any:
 
 def safetensors(data: DataSet) -> Reader:
     """A safetensors file for each sample, read by torch's loader."""
-    save_file = _needed("safetensors.torch", "safetensors").torch.save_file
+    save_file = needed("safetensors.torch", "safetensors").torch.save_file
     return per_file(
         "safetensors", data, _first_tensor, lambda path, sample: save_file({"sample": readers.tensor_of(sample)}, path)
     )
@@ -76,7 +77,7 @@ def _first_tensor(path: Path) -> Any:
 
 def webdataset(data: DataSet) -> Reader:
     """Tars, read by webdataset and shuffled its way: the order of the shards, and a buffer of samples."""
-    wds = _needed("webdataset", "webdataset")
+    wds = needed("webdataset", "webdataset")
     folder = data.path("webdataset")
     for shard in range(min(_SHARDS, len(data.sizes))):
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
@@ -94,7 +95,7 @@ def webdataset(data: DataSet) -> Reader:
 
 def streaming(data: DataSet) -> Reader:
     """MDS shards, read by MosaicML's package."""
-    mds = _needed("streaming", "mosaicml-streaming")
+    mds = needed("streaming", "mosaicml-streaming")
     folder = data.path("streaming")
     with mds.MDSWriter(out=str(folder), columns={"bin": "bytes"}, exist_ok=True) as writer:
         for sample in data.samples():
@@ -106,13 +107,6 @@ def streaming(data: DataSet) -> Reader:
 
 def _collated_dicts(samples: list[dict[str, bytes]]) -> Any:
     return collated([sample["bin"] for sample in samples])
-
-
-def _needed(module: str, package: str) -> Any:
-    try:
-        return __import__(module)
-    except (ImportError, RuntimeError) as error:
-        raise Unavailable(f"pip install {package} ({error})") from None
 
 
 _OTHERS = (dataset, readers.plain, memmap, safetensors, webdataset, streaming)

@@ -7,8 +7,6 @@ its driver and one set of environment variables, and one of them calls ``exit`` 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import itertools
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -21,17 +19,17 @@ import torch
 
 import nvme_ops
 from benchmarks import accelerators, command
-from benchmarks.peers import gdsio_row, load_deepspeed
+from benchmarks.peers import gdsio_row, load_deepspeed, needed
 from benchmarks.raw_io import fio_row, mover, practised
 from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io import gds
-from nvme_ops.measure.engines import Contender, Task, make_row, noting_paths, tensor_row, unavailable
+from nvme_ops.measure.engines import Contender, Task, make_row, noting_paths, tensor_row
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote, joint_row
-from nvme_ops.measure.rows import Row, Unavailable, paired_ratios, spread
-from nvme_ops.measure.tables import Table, with_range
+from nvme_ops.measure.rows import Row, Unavailable
+from nvme_ops.measure.tables import Table
 from nvme_ops.op_builder import GDSBuilder
 from nvme_ops.op_builder.machine import cufile_libraries
 
@@ -44,15 +42,6 @@ QUEUE_DEPTH = 128  # the default of every handle
 HOST = "nvme_ops aio_handle, host memory"
 BOUNCE = "nvme_ops aio_handle, GPU memory"
 GDS, GDS_PINNED = "nvme_ops gds_handle", "nvme_ops gds_handle, pinned tensor"
-GDSIO = "gdsio, to the GPU"
-CUFILE = "torch.cuda.gds.GdsFile"  # cuFile alone
-KVIKIO = "kvikio, "  # how the names of several rows begin
-# What this package aims at: a row, how the names of the rows begin whose best it is compared with, the least ratio
-AIMS: list[tuple[str, str, tuple[str, ...], float]] = [
-    ("the bounce path / the same handle's rate to host memory", BOUNCE, (HOST,), 0.95),
-    ("gds_handle / the best of cuFile alone and kvikio", GDS, (CUFILE, KVIKIO), 1.0),
-    ("gds_handle with a pinned tensor / gdsio to the GPU", GDS_PINNED, (GDSIO,), 1.0),
-]
 _LIMIT = 900  # seconds until an answer of another package: DeepSpeed may compile for minutes
 _MARKS = 24  # marks of a page that each row may use, which distinguish its checked writes from those of other rows
 
@@ -119,16 +108,6 @@ def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
             with_cufile().free_pinned_device_tensor(pinned())
 
 
-def other_rows(work: GpuWork) -> list[Row]:
-    """Returns the rows of NVIDIA's gdsio at the same block size and threads, and of torch."""
-    settings = Settings(work.block_size, intra_op_parallelism=work.threads)
-    name = "torch.save + fsync" if work.write else "torch.load(map_location)"
-    return [
-        gdsio_row(work, GDSIO, settings),
-        make_row(Contender("torch", settings, name), work),
-    ]
-
-
 def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[Row]:
     """Returns the rows of other packages, with our number of threads and block size where they take these.
 
@@ -137,23 +116,15 @@ def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[R
     # cuFile keeps its log in the working folder otherwise
     log = {"CUFILE_LOGFILE_PATH": os.environ.get("CUFILE_LOGFILE_PATH") or "/dev/null"}
     threads = {"KVIKIO_NTHREADS": str(work.threads), "KVIKIO_TASK_SIZE": str(work.block_size)}
-    peers: list[tuple[str, Callable[..., Row], tuple[Any, ...], str, dict[str, str]]] = [
-        (CUFILE, cufile_row, (), "", {}),
-        (f"{KVIKIO}its defaults", kvikio_row, (), "kvikio", {}),
-        (f"{KVIKIO}threads", kvikio_row, (), "kvikio", threads),
-        ("DeepSpeed aio_handle", deepspeed_row, ("async_io",), "deepspeed", {}),
-        ("DeepSpeed gds_handle, pinned tensor", deepspeed_row, ("gds",), "deepspeed", {}),
+    peers: list[tuple[str, Callable[..., Row], tuple[str, ...], dict[str, str]]] = [
+        ("torch.cuda.gds.GdsFile", cufile_row, (), {}),  # cuFile alone
+        ("kvikio, its defaults", kvikio_row, (), {}),
+        ("kvikio, threads", kvikio_row, (), threads),
+        ("DeepSpeed aio_handle", deepspeed_row, ("async_io",), {}),
+        ("DeepSpeed gds_handle, pinned tensor", deepspeed_row, ("gds",), {}),
     ]
-    toolkit = (torch.version.cuda or "12").partition(".")[0]
-    missing = {"kvikio": f"kvikio is not installed: pip install kvikio-cu{toolkit}",
-               "deepspeed": "DeepSpeed is not installed: pip install deepspeed"}  # fmt: skip
     rows = []
-    for number, (name, make, arguments, package, variables) in enumerate(peers, 1):
-        if package == "deepspeed" and not with_deepspeed:
-            continue
-        if package and importlib.util.find_spec(package) is None:
-            rows.append(unavailable(name, missing[package]))
-            continue
+    for number, (name, make, arguments, variables) in enumerate(peers if with_deepspeed else peers[:3], 1):
         theirs = replace(work)
         theirs.written = number * _MARKS
         remote = Remote(_elsewhere, {**log, **variables}, make, theirs, *arguments, limit=_LIMIT)
@@ -186,8 +157,7 @@ def cufile_row(work: GpuWork) -> Row:
 
 def kvikio_row(work: GpuWork) -> Row:
     """Returns kvikio's row. What it writes may pass through the page cache, hence the ``fsync``."""
-    import kvikio  # type: ignore[import-not-found,unused-ignore]
-
+    kvikio = needed("kvikio", f"kvikio-cu{(torch.version.cuda or '12').partition('.')[0]}")
     _proc_modules()
 
     def move(tensor: torch.Tensor) -> None:
@@ -244,21 +214,7 @@ def prepare(args: Namespace) -> dict[str, str]:
     return words | {"cufile": f"{kind} ({driver['path']}), {direct}"}
 
 
-def aims(measured: Table) -> Iterator[str]:
-    """Yields what was reached of each aim. Which aim counts depends on the path of gds_handle, which its row shows."""
-    rows = {row.name: row for row in measured.rows}
-    for words, mine, beginnings, least in AIMS:
-        if mine in rows:
-            others = (row.samples for name, row in rows.items() if name.startswith(beginnings) and name != mine)
-            best = [max(filter(None, taken), key=lambda sample: sample.rate, default=None)
-                    for taken in itertools.zip_longest(*others)]  # fmt: skip
-            ratio = spread(paired_ratios(rows[mine].samples, best))
-            kept = "reached" if ratio and ratio["median"] >= least else "missed"
-            reached = f"{with_range(ratio, 3)}, aim {least:g}: {kept}" if ratio else "not measured, see the rows' notes"
-            yield f"{words}: {reached}"
-
-
-def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each direction. The rows' memory and processes end with it."""
     args, path = run.args, command.data_file(scratch, run.args.size)
     for group in args.groups:
@@ -266,12 +222,12 @@ def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[T
         with ExitStack() as stack:
             device = stack.enter_context(accelerators.opened(args.device))
             work = GpuWork(path, args.size, group == "write", device=device, **settings)
-            remote = remote_rows(stack, work, not args.no_deepspeed)
-            rows = [fio_row(work), *stack.enter_context(nvme_ops_rows(work)), *remote, *other_rows(work)]
-            measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)
-            yield measured
-        for words in aims(measured):
-            command.note(result, words)
+            rows = [fio_row(work), *stack.enter_context(nvme_ops_rows(work))]
+            rows += remote_rows(stack, work, not args.no_deepspeed)
+            alike = Settings(work.block_size, intra_op_parallelism=work.threads)
+            name = "torch.save + fsync" if work.write else "torch.load(map_location)"
+            rows += [gdsio_row(work, "gdsio, to the GPU", alike), make_row(Contender("torch", alike, name), work)]
+            yield Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)
 
 
 _FLAGS = {

@@ -71,6 +71,14 @@ def _silenced(target: int) -> Iterator[None]:
             os.close(copy)
 
 
+def needed(module: str, package: str) -> Any:
+    """Returns what ``import module`` binds. Raises Unavailable if it cannot be imported."""
+    try:
+        return __import__(module)
+    except (ImportError, RuntimeError) as error:
+        raise Unavailable(f"pip install {package} ({error})") from None
+
+
 def safetensors_row(task: Task, name: str) -> Row:
     """Returns the row of ``save_file`` and ``fsync``, or of ``load_file`` and a copy, since it maps the file."""
     try:

@@ -157,7 +157,6 @@ def test_a_small_run_of_transfers_there(device: str, folder: Path) -> None:
         for name in (gpu_io.HOST, gpu_io.BOUNCE, f"{gpu_io.GDS}, NVME_OPS_GDS=off", torch_s):
             assert (rows[name]["wrong"], len(rows[name]["values"])) == (False, 1), rows[name]["note"]
         assert [name for name, row in rows.items() if not row["values"] and not row["note"]] == []
-    assert len(there["notes"]) == 2 * len(gpu_io.AIMS)
 
 
 def test_all_programs_are_listed_and_have_a_small_run(capsys: pytest.CaptureFixture[str]) -> None:
