@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy
@@ -27,9 +27,9 @@ from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.tuning import adaptive as learning
-from nvme_ops.measure.engines import locked_tensor, unavailable
+from nvme_ops.measure.engines import locked_tensor
 from nvme_ops.measure.files import filled, make_cold
-from nvme_ops.measure.rows import Row, Unavailable, WrongData, timed
+from nvme_ops.measure.rows import Row, WrongData, timed
 from nvme_ops.measure.tables import Table
 
 GROUPS = {
@@ -164,12 +164,10 @@ def peer_rows(work: Work, deepspeed: bool) -> list[Row]:
 
 def deepspeed_row(work: Work) -> Row:
     """Returns the row of DeepSpeed's handle with its locked memory, and a file for each tensor: it takes no offset."""
-    try:
-        handle = load_deepspeed().aio_handle()
-    except Unavailable as reason:
-        return unavailable("DeepSpeed", str(reason))
-    memory = locked_tensor(handle, work.each)
-    return files_row(work, "DeepSpeed", partial(handle.sync_pwrite, memory), partial(handle.sync_pread, memory))
+    handle = cache(lambda: load_deepspeed().aio_handle())
+    memory = cache(lambda: locked_tensor(handle(), work.each))
+    return files_row(work, "DeepSpeed", lambda path: handle().sync_pwrite(memory(), path),
+                     lambda path: handle().sync_pread(memory(), path))  # fmt: skip
 
 
 def files_row(work: Work, name: str, save: OfPath, load: OfPath, tensors: int = 0) -> Row:
@@ -226,7 +224,8 @@ def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[T
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB",))
             yield table
             work.file.close()
-            command.note(result, summary(table))
+            print(words := summary(table), flush=True)
+            result["notes"].append(words)
 
 
 _FLAGS = {"--sizes": ("of a tensor", ["4K", "64K", "1M", "16M", "256M"], size)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import mmap
 import os
 import tempfile
@@ -19,11 +18,12 @@ import torch
 
 import nvme_ops
 from benchmarks import command, fio
+from benchmarks.peers import needed
 from benchmarks.raw_io import load_through_us, save_through_us
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.filesystem.files import wait_until_free
 from nvme_ops.measure.files import make_cold, make_file, make_warm, sync
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
+from nvme_ops.measure.rows import Row, Sample, WrongData, timed
 from nvme_ops.measure.tables import Table
 
 GROUPS = {
@@ -264,8 +264,8 @@ def _row(work: Work, method: Contender, call: Callable[[], Any], prepare: Callab
     path = work.path + method.suffix
 
     def before() -> None:
-        if method.package and importlib.util.find_spec(method.package) is None:
-            raise Unavailable(f"not installed: pip install {method.package.replace('_', '-')}")
+        if method.package:
+            needed(method.package, method.package.replace("_", "-"))
         if prepare is None:
             command.let_the_device_rest(work.size)
         else:

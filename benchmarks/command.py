@@ -188,12 +188,6 @@ class Run:
             self._longest = max(self._longest, time.monotonic() - begin)
 
 
-def note(result: dict[str, Any], words: str) -> None:
-    """Prints and keeps a remark about the last table."""
-    print(words, flush=True)
-    result.setdefault("notes", []).append(words)
-
-
 def data_file(scratch: str, size: int) -> str:
     """Makes the file that all rows of a table work on; returns its path."""
     path = os.path.join(scratch, "data")

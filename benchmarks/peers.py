@@ -81,15 +81,12 @@ def needed(module: str, package: str) -> Any:
 
 def safetensors_row(task: Task, name: str) -> Row:
     """Returns the row of ``save_file`` and ``fsync``, or of ``load_file`` and a copy, since it maps the file."""
-    try:
-        from safetensors.torch import load_file, save_file
-    except ImportError:
-        return unavailable(name, "safetensors is not installed: pip install safetensors")
+    module = functools.cache(lambda: needed("safetensors.torch", "safetensors").torch)
 
     def load(path: str) -> torch.Tensor:
-        return task.buffer.copy_(load_file(path)["tensor"])
+        return task.buffer.copy_(module().load_file(path)["tensor"])
 
-    return saved_row(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
+    return saved_row(task, name, "safetensors", lambda tensor, path: module().save_file({"tensor": tensor}, path), load)
 
 
 _GDSIO_PLACES = ("/usr/local/cuda/gds/tools", "/usr/local/gds/tools")

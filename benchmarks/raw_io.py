@@ -23,7 +23,7 @@ from benchmarks.peers import load_deepspeed, safetensors_row
 from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import engines
-from nvme_ops.measure.engines import Contender, Task, make_row, tensor_row, unavailable
+from nvme_ops.measure.engines import Contender, Task, make_row, tensor_row
 from nvme_ops.measure.files import filled, make_cold, make_warm
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, latency, timed
 from nvme_ops.measure.tables import Table
@@ -123,13 +123,11 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
 
 def deepspeed_rows(task: Task) -> list[Row]:
     """Returns the rows of DeepSpeed's default handle, with its own locked memory and with an ordinary tensor."""
-    try:
-        handle = load_deepspeed().aio_handle()
-    except Unavailable as reason:
-        return [unavailable(name, str(reason)) for name in (LOCKED, PAGEABLE)]
-    locked = functools.cache(lambda: engines.locked_tensor(handle, task.size))
+    handle = functools.cache(lambda: load_deepspeed().aio_handle())
+    locked = functools.cache(lambda: engines.locked_tensor(handle(), task.size))
     memories: dict[str, Callable[[], torch.Tensor]] = {LOCKED: locked, PAGEABLE: lambda: task.pageable}
-    return [tensor_row(task, name, memory, mover(handle, task)) for name, memory in memories.items()]
+    return [tensor_row(task, name, memory, lambda tensor: mover(handle(), task)(tensor))
+            for name, memory in memories.items()]  # fmt: skip
 
 
 def cached_rows(task: Task) -> list[Row]:
