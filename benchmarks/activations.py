@@ -149,14 +149,9 @@ def _forward(job: Namespace, net: torch.nn.Sequential) -> Callable[[torch.Tensor
 
 def work(job: Namespace) -> dict[str, Any]:
     """Trains a net; returns the times, bytes and gradients of each step, and the peak of memory."""
-    if job.device.startswith("cuda"):  # whose kernels may add up in any order
+    if job.device.type == "cuda":  # whose kernels may add up in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    with accelerators.opened(job.device) as job.device:
-        return _trained(job) | {"peak": accelerators.peak_of(job.device)}
-
-
-def _trained(job: Namespace) -> dict[str, Any]:
     torch.manual_seed(1)
     net, shape = _net(job)
     net.to(job.device)(torch.zeros(1, *shape, device=job.device))  # torch's setup at first use

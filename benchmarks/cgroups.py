@@ -14,11 +14,6 @@ from nvme_ops.measure.rows import Unavailable
 PREFIX = "nvme_ops-benchmark-"
 
 
-def join(processes: str) -> None:
-    """Puts this process, and the children and threads that it starts, into the group of a file ``cgroup.procs``."""
-    Path(processes).write_text("0", encoding="ascii")  # 0 is the writing process
-
-
 def hierarchy(mounts: str) -> tuple[Path, str]:
     """Returns where memory can be limited, and by which file of a group. ``mounts``: the text of /proc/self/mounts."""
     versions = {}

@@ -258,12 +258,16 @@ def in_new_process(program: str, *words: str, folder: str | None = None, end: fl
 def work(module: str, folder: str, args: Namespace, **more: object) -> dict[str, Any]:
     """Calls ``benchmarks.MODULE.work(job)`` in a process of its own; ``job.folder`` is a new one in ``folder``.
 
-    ``job`` has the flags, and ``more``; ``job.group`` is a cgroup's file cgroup.procs to join.
+    ``job`` has the flags, and ``more``; ``job.group`` is a cgroup's file cgroup.procs to join. The device is ready, its
+    name replaced by it; the result's ``peak`` is of its memory.
     """
     program = (
         "import argparse, json, sys\n"
+        "from benchmarks import accelerators\n"
         f"from benchmarks.{module} import work\n"
-        "print(json.dumps(work(argparse.Namespace(**json.loads(sys.argv[1])))))"
+        "job = argparse.Namespace(**json.loads(sys.argv[1]))\n"
+        "with accelerators.opened(job.device) as job.device:\n"
+        "    print(json.dumps(work(job) | {'peak': accelerators.peak_of(job.device)}))"
     )
     with tempfile.TemporaryDirectory(dir=folder) as place:
         words = json.dumps({"group": "", **vars(args), **more, "folder": place})

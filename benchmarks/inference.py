@@ -30,12 +30,14 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import accelerators, cgroups, command, fio
 from benchmarks.accelerators import BUS, Setup
+from nvme_ops import offload
 from nvme_ops.base.command_line import size
 from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.text import MIB, size_words
@@ -136,7 +138,7 @@ def work_of(
     contender: Contender, run: command.Run, scratch: str, same: command.Alike, spares: int, **job: Any
 ) -> dict[str, Any]:
     """Returns what a contender's process has found."""
-    for name in contender.imports if contender.imports != _OURS else ():
+    for name in contender.imports:
         accelerators.require_peer(run.args, name.partition(".")[0])
     job = {"feed": "", "keep": 0, "load": contender.load.__name__, **job}
     spares *= run.args.device == accelerators.CPU
@@ -187,7 +189,7 @@ def rows_of(
 def figures_of(result: dict[str, Any], names: Sequence[str], mean: Callable[[list[float]], float], first: int) -> Any:
     """Returns the mean step from the ``first`` pass on, and its figures, and those of the whole process by name."""
     step, read, bus = (mean(result[name][first:]) for name in ("seconds", "read", "bus"))
-    figures = {"step": step, "read per step": read, **{name: result[name] for name in names if name in result}}
+    figures = {"step": step, "read per step": read, **{name: result[name] for name in names}, **result["peak"]}
     return step, figures | ({BUS: bus} if bus else {})
 
 
@@ -205,7 +207,7 @@ def decode_table(run: command.Run, scratch: str, model: str, batch: int, is_cach
         job = {"model": model, "batch": batch, "budget": setup[0], "host": setup[1], "prompt": prompt}
         job["keep"] = int(is_cache)  # the last logits: those of a long prompt are large
         result = work_of(contender, run, scratch, same, contender.group == "mapped", **job)
-        names = ("load", "while decoding", "device memory")
+        names = ("load", "while decoding")
         step, figures = figures_of(result, names, statistics.median, 2)  # some learn before
         figures["first token"] = result["load"] + result["seconds"][0]
         return Sample(step, batch, peak_bytes=max(result["loading"], result["while decoding"]), figures=figures)
@@ -229,7 +231,7 @@ def experts_table(run: command.Run, scratch: str, model: str, feed: str, fifths:
         more |= {"budget": setup[0], "host": setup[1]}
         result = work_of(contender, run, scratch, same, (contender.name != MEMORY) * (1 if steps else 2), **more)
         choices[:], count = result["chosen"], len(result["seconds"]) - first
-        step, figures = figures_of(result, ("while decoding", "device memory"), statistics.fmean, first)
+        step, figures = figures_of(result, ("while decoding",), statistics.fmean, first)
         if stats := result["stats"][-1]:
             counted = {name: stats[name] - (result["stats"][first - 1][name] if first else 0) for name in stats}
             figures |= {f"guesses {name}": counted[f"guesses_{name}"] / count for name in ("right", "wrong")}
@@ -291,17 +293,12 @@ def tables(run: command.Run, scratch: str, __: dict[str, Any]) -> Iterator[Table
 @torch.no_grad()
 def work(job: Namespace) -> dict[str, Any]:
     """Decodes; returns seconds, bytes read and tokens by pass, and bytes of memory beyond what the imports took."""
-    with accelerators.opened(job.device) as job.device:
-        return _decoded(job) | accelerators.peak_of(job.device)
-
-
-def _decoded(job: Namespace) -> dict[str, Any]:
     row = next(entry for entry in _CONTENDERS if entry.load.__name__ == job.load)
     kind = "qwen3_moe.modeling_qwen3_moe" if job.feed else "llama.modeling_llama"
     for name in ("transformers", f"transformers.models.{kind}", *row.imports):
         importlib.import_module(name)
     if job.group:
-        cgroups.join(job.group)
+        Path(job.group).write_text("0", encoding="ascii")  # 0 is the writing process
     command.forget(job.model, job.folder)
     before = forget_peak() or peak()
     start = time.perf_counter()
@@ -351,11 +348,11 @@ def _zipf(generator: torch.Generator, _: torch.nn.Module, __: Any, result: tuple
     return logits, torch.full_like(scores, 1 / chosen.shape[-1]), drawn.to(chosen.device)
 
 
-def _mapped(job: Namespace) -> Any:
+def _mapped(job: Namespace, **options: Any) -> Any:
     """Loads by ``from_pretrained`` alone: on a CPU the weights are views of the mapped file."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(job.model)
+    return AutoModelForCausalLM.from_pretrained(job.model, **options)
 
 
 def _memory(job: Namespace) -> Any:
@@ -366,8 +363,6 @@ def _memory(job: Namespace) -> Any:
 
 
 def _pretrained(job: Namespace) -> Any:
-    from nvme_ops import offload
-
     return offload.from_pretrained(job.model, device=job.device, **accelerators.budgets(offload.from_pretrained, job))
 
 
@@ -378,18 +373,13 @@ def _without_guesses(job: Namespace) -> Any:
 
 
 def _stream_weights(job: Namespace) -> Any:
-    from nvme_ops import offload
-
     return offload.stream_weights(_mapped(job), job.folder, memory_budget=job.budget)
 
 
 def _disk_map(job: Namespace) -> Any:
     """Keeps as many layers in memory as fit the budgets; the others are read from the safetensors file."""
-    from transformers import AutoModelForCausalLM
-
     own = {"cpu": job.budget} if job.host is None else {job.device.index or 0: job.budget, "cpu": host_bytes(job.host)}
-    options: dict[str, Any] = {"max_memory": own, "offload_folder": job.folder}
-    return AutoModelForCausalLM.from_pretrained(job.model, device_map="auto", **options)
+    return _mapped(job, device_map="auto", max_memory=own, offload_folder=job.folder)
 
 
 def _grouped(job: Namespace, **options: Any) -> Any:
@@ -411,9 +401,7 @@ def _grouped_on_disk(job: Namespace) -> Any:
 
 
 def _nvme_cache(job: Namespace) -> Any:
-    from nvme_ops.offload import NvmeCache
-
-    job.cache = NvmeCache(job.folder, **accelerators.budgets(NvmeCache, job))
+    job.cache = offload.NvmeCache(job.folder, **accelerators.budgets(offload.NvmeCache, job))
     return _memory(job)
 
 
@@ -426,18 +414,17 @@ def _offloading_cache(job: Namespace) -> Any:
     return model
 
 
-_OURS, _THEIRS, _GROUPED = ("nvme_ops.offload",), ("accelerate",), ("diffusers.hooks",)
 _CONTENDERS = (
     Contender(MEMORY, "memory", _memory, on="once"),
-    Contender("nvme_ops from_pretrained, {}", "nvme_ops", _pretrained, _OURS),
-    Contender("nvme_ops without guesses, {}", "experts", _without_guesses, _OURS, "few"),
-    Contender("nvme_ops stream_weights, {}", "nvme_ops", _stream_weights, _OURS, "cpu"),
-    Contender("nvme_ops NvmeCache, {}", "cache", _nvme_cache, _OURS),
+    Contender("nvme_ops from_pretrained, {}", "nvme_ops", _pretrained),
+    Contender("nvme_ops without guesses, {}", "experts", _without_guesses, on="few"),
+    Contender("nvme_ops stream_weights, {}", "nvme_ops", _stream_weights, on="cpu"),
+    Contender("nvme_ops NvmeCache, {}", "cache", _nvme_cache),
     Contender("transformers, DynamicCache offloading", "cache", _offloading_cache, ("transformers",), "host"),
-    Contender("transformers, disk map, {}", "accelerate", _disk_map, _THEIRS, "few"),
+    Contender("transformers, disk map, {}", "accelerate", _disk_map, ("accelerate",), "few"),
     Contender("from_pretrained alone, limit of {}", "mapped", _mapped, on="cpu"),
-    Contender("diffusers, group offloading", "diffusers", _grouped, _GROUPED, "host"),
-    Contender("diffusers, group offloading, disk", "diffusers", _grouped_on_disk, _GROUPED, "disk"),
+    Contender("diffusers, group offloading", "diffusers", _grouped, ("diffusers.hooks",), "host"),
+    Contender("diffusers, group offloading, disk", "diffusers", _grouped_on_disk, ("diffusers.hooks",), "disk"),
 )
 _MIXED = (_memory, _pretrained, _without_guesses, _disk_map)  # rows of the group experts; the last is slow
 

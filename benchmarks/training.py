@@ -33,8 +33,8 @@ _COLUMNS = ("forward", "backward", "optimizer", "read per step", "written per st
 _FIRST = 1  # steps that are not counted, since there are no states yet
 
 
-def engine_table(run: command.Run, scratch: str) -> Table:
-    """Measures rows that train the same model."""
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+    """Yields the table of one folder, whose rows train the same model."""
     args, same = run.args, command.Alike("losses")
     is_cpu, blocks = args.device == accelerators.CPU, max(1, args.size // (2 * 4 * WIDTH * INNER))
 
@@ -66,7 +66,7 @@ def engine_table(run: command.Run, scratch: str) -> Table:
     title = f"AdamW, {blocks * 2 * WIDTH * INNER / 1e6:.0f} million parameters, batch {args.batch}"
     table = Table("engines", title, "samples/s", rows, MEMORY, _COLUMNS)
     accelerators.bounded_both_ways(run, scratch, table, args.batch)
-    return table
+    yield table
 
 
 # What follows runs in the row's own process.
@@ -110,8 +110,7 @@ def _plain(module: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Names
 
 
 def _memory(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack) -> Phases:
-    module.to(job.device)
-    return _plain(module, torch.optim.AdamW(module.parameters(), **_options(job)), job)
+    return _plain(module.to(job.device), torch.optim.AdamW(module.parameters(), **_options(job)), job)
 
 
 def _cpu_offload(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack) -> Phases:
@@ -180,11 +179,6 @@ _PHASES = {"memory": _memory, "torch": _cpu_offload, "torchao": _torchao, "nvme_
 
 def work(job: Namespace) -> dict[str, Any]:
     """Trains the same model for each engine; returns the figures and losses of each step, and the peak of memory."""
-    with accelerators.opened(job.device) as job.device:
-        return _trained(job) | {"peak": accelerators.peak_of(job.device)}
-
-
-def _trained(job: Namespace) -> dict[str, Any]:
     names = ("forward", "backward", "optimizer", "read per step", "written per step", "read and written", BUS)
     figures: dict[str, list[float]] = {name: [] for name in names}
     losses, job.counting = [], []
@@ -213,11 +207,6 @@ def _trained(job: Namespace) -> dict[str, Any]:
             for name, value in zip(names, taken, strict=True):
                 figures[name].append(value)
         return {"losses": losses, "figures": figures, "peak_bytes": peak()}
-
-
-def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """Yields the table of one folder."""
-    yield engine_table(run, scratch)
 
 
 _FLAGS = {
