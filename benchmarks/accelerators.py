@@ -143,12 +143,11 @@ def peak_of(device: torch.device) -> dict[str, int]:
 
 
 def budgets(taker: Callable[..., Any], job: Namespace) -> dict[str, Any]:
-    """Returns the arguments by which a capability gets the budgets of a row. Raises Unavailable if it has none."""
-    taken = inspect.signature(taker).parameters
-    if job.host is None or (job.host == 0 and "host_budget" not in taken):
+    """Returns the arguments by which a capability gets the budgets of a row."""
+    if job.host is None:
         return {"memory_budget": job.budget}
-    if "host_budget" not in taken:
-        raise Unavailable(f"{taker.__name__} has no host memory beside an accelerator's yet")
+    if "device_budget" not in inspect.signature(taker).parameters:  # its host memory has what is on its way, too
+        return {"host_budget": job.host or job.budget}
     return {"device_budget": job.budget, "host_budget": job.host}
 
 
