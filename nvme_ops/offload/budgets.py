@@ -103,11 +103,16 @@ def where_it_computes() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def says_what_is_free(device: torch.device) -> bool:
+    """Returns whether there is an "auto" of an accelerator's memory."""
+    return hasattr(torch.get_device_module(device), "mem_get_info")
+
+
 def _free_on(device: torch.device) -> int:
     """Returns the bytes that are free on an accelerator, less an eighth for inputs, results and others."""
-    module: Any = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
+    if not says_what_is_free(device):
         raise TypeError(f"{device} does not say how much of its memory is free: give device_budget=")
+    module: Any = torch.get_device_module(device)
     return less_an_eighth(int(module.mem_get_info(device)[0]))
 
 

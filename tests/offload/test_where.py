@@ -22,13 +22,15 @@ OTHERS = [
 
 
 @pytest.mark.skipif(ORDER is not None, reason="they run there already")
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["1", pytest.param("0", marks=pytest.mark.nightly)], ids=["random", "lazy"])
 @pytest.mark.parametrize(
-    "names",
-    [SOME, pytest.param(OTHERS, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
-    ids=["some", "others"],
-)
+    ("names", "order"),
+    [
+        pytest.param(SOME, "1", marks=pytest.mark.slow),
+        *(pytest.param(names, order, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
+          for names, order in ((SOME, "0"), (OTHERS, "0"), (OTHERS, "1"))),
+    ],
+    ids=["some-random", "some-lazy", "others-lazy", "others-random"],
+)  # fmt: skip
 def test_on_the_simulated_accelerator(names: list[str], order: str) -> None:
     if torch.cuda.is_available() or machine.find_compiler() is None:
         pytest.skip("it takes a compiler, and no GPU beside it")

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import bytes_of, counted, never_raising
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.budgets import Budgets, Size, budgets_of
+from nvme_ops.offload.budgets import Budgets, Size, budgets_of, says_what_is_free
 from nvme_ops.offload.cache.pager import CacheStats, Pager
 from nvme_ops.offload.memory import Memory, budget_of
 
@@ -183,8 +183,8 @@ class NvmeCache(Closing, DynamicCache):
         folder: where files go; several, each on a device of its own, share the layers by their measured rates.
         memory_budget: an older name of ``host_budget``.
         device_budget: bytes of an accelerator's memory for keys and values, those of the layer in use included, or a
-            size such as ``"4G"``; ``"auto"``, and None, is 7/8 of what is free when the first ones come. With 0 they
-            stay in ordinary host memory, and are copied at each use.
+            size such as ``"4G"``; ``"auto"``, and None, is 7/8 of what is free when the first ones come. With 0, or
+            None where a device does not say what is free, they stay in ordinary host memory and are copied at each use.
         host_budget: the same of host memory; on an accelerator beside its own, and 0 is none.
         memory: in place of budgets of its own, host memory that is shared with streamed weights, which give way.
         config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
@@ -269,7 +269,11 @@ def _budgets(
         return cast("Memory", budget_of(host if device_budget is None else device_budget, memory))
 
     def budgets(device: torch.device) -> tuple[torch.device, Budgets]:
-        if device_budget in (None, "auto") or bytes_of("device_budget", device_budget, least=0):
+        if device_budget in (None, "auto"):
+            is_there = device_budget == "auto" or device.type == "cpu" or says_what_is_free(device)
+        else:
+            is_there = bytes_of("device_budget", device_budget, least=0) > 0
+        if is_there:
             return device, budgets_of(device, None, None, device_budget, host)
         device = torch.device("cpu")
         return device, budgets_of(device, None, None, None, "auto" if host is None else host)
