@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,3 +328,15 @@ def test_a_module_of_layers_has_their_values_beside_a_model_that_is_closed(folde
         streamed = stream_weights(model, folder, memory=memory)
     assert torch.equal(streamed(inputs), wanted)
     streamed.close()
+
+
+def test_a_cache_waits_for_memory_that_others_are_about_to_give_up(folder: Path) -> None:
+    """Such as weights that are being read into it when they are called off; a MemoryError was seen, once, on a disk."""
+    memory = Memory("2M")
+    with NvmeCache(folder, memory=memory) as cache:
+        share = memory.share(torch.device("cpu"))
+        share.nbytes = memory.nbytes
+        held = [share.allocate(1800 << 10)]
+        threading.Timer(0.3, held.clear).start()
+        states = torch.zeros(2, 2, 200, 64)
+        assert torch.equal(cache.update(states, states, 0)[0], states)

@@ -103,6 +103,7 @@ class Pager(Policy[Entry]):
         super().__init__(self._residency.lock, share, _Files(), CacheStats())
         if self._memory is not None:
             share.at_end = True  # layers do not lie among what gives way to them
+            self.patience = Policy.patience  # for what others are reading into it
             self._set_budget(self._memory.nbytes)
         self._host: HostSegments | None = None
         self._layers: list[PagedLayer] = []  # in the order in which they are used

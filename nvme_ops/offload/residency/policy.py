@@ -62,7 +62,7 @@ class Policy(Usable, Generic[E]):
     """
 
     name = "entries"  #: in messages
-    patience: ClassVar[float] = 30.0  #: seconds to wait for memory that others hold
+    patience: float = 30.0  #: seconds to wait for memory that others hold
     gives_way: ClassVar[bool] = False  #: others that share its memory may take it, on demand
     drops_used: ClassVar[bool] = False  #: entries may leave while others use their values, which stay until then
 
