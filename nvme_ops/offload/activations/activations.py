@@ -294,10 +294,9 @@ class Activations(Policy[Unit]):
             if not self._closed and self._process == os.getpid():
                 self._collect()
                 self.counts.bytes_stored = self._files.bytes_in_use
-                host = self._stored.counts
-                self.counts.bytes_to_host, self.counts.bytes_from_host = host.bytes_to_host, host.bytes_from_host
-                self.counts.bytes_in_host = self._stored.host.bytes_in_use
-            return ActivationStats(**vars(self.counts))
+            stats = ActivationStats(**vars(self.counts))
+            stats.note_host(self._stored.host, self._stored.counts)
+            return stats
 
     def close(self) -> None:
         """Waits for transfers and removes the files. What is not in memory is lost. Further calls do nothing."""

@@ -29,14 +29,14 @@ class Owner(Protocol):
 
     token_bytes: int
 
-    def first_full(self) -> Segment | None:
+    def first_full(self) -> TokenSegment | None:
         """Returns the first segment in host memory that nothing will be added to."""
 
-    def store(self, segment: Segment) -> tuple[IoFuture, int]:
+    def store(self, segment: TokenSegment) -> tuple[IoFuture, int]:
         """Starts to write a segment that is in host memory; returns the transfer and its bytes. Raises OSError."""
 
 
-class Segment(Entry):
+class TokenSegment(Entry):
     """Room for consecutive tokens, in the files or in host memory.
 
     Args:
@@ -62,7 +62,7 @@ class Segment(Entry):
         return not (isinstance(copy, Copy) and not copy.done()) and (leaving is None or leaving.done())
 
 
-class HostSegments(Policy[Segment]):
+class HostSegments(Policy[TokenSegment]):
     """Tokens of all layers that leave an accelerator, in page-locked memory; what there is no memory for is in files.
 
     A segment stays where it is. Each step needs all of them once, so layers have equally much here: a layer that has
@@ -83,10 +83,10 @@ class HostSegments(Policy[Segment]):
         self.segment_bytes = min(_LARGEST, nbytes // _SEGMENTS)  #: of the largest
         self._stream = new_stream(device)
         self._bytes: dict[Owner, int] = {}  # of each layer
-        self._wanted: Segment  # the one that asked for memory last
+        self._wanted: TokenSegment  # the one that asked for memory last
         self._residency.join(self)
 
-    def take(self, segment: Segment) -> bool:
+    def take(self, segment: TokenSegment) -> bool:
         """Gives a segment memory, for which others may be written; returns False if it has to be in files.
 
         Raises OSError if others cannot be written.
@@ -103,11 +103,11 @@ class HostSegments(Policy[Segment]):
             self._bytes[segment.segments] = self._bytes.get(segment.segments, 0) + segment.nbytes
             return True
 
-    def copy_from(self, parts: Sequence[tuple[Segment, Sequence[Pair]]]) -> Copy | None:
+    def copy_from(self, parts: Sequence[tuple[TokenSegment, Sequence[Pair]]]) -> Copy | None:
         """Starts to copy to the accelerator."""
         return self._copy(parts, [(there, here) for _, pairs in parts for here, there in pairs], "bytes_from_host")
 
-    def copy_to(self, parts: Sequence[tuple[Segment, Sequence[Pair]]]) -> None:
+    def copy_to(self, parts: Sequence[tuple[TokenSegment, Sequence[Pair]]]) -> None:
         """Copies here from the accelerator. Raises RuntimeError if that fails."""
         copy = self._copy(parts, [pair for _, pairs in parts for pair in pairs], "bytes_to_host")
         if copy is not None:
@@ -117,7 +117,7 @@ class HostSegments(Policy[Segment]):
             for segment, _ in parts:
                 segment.changed = True
 
-    def _copy(self, parts: Sequence[tuple[Segment, object]], moves: Sequence[Pair], counter: str) -> Copy | None:
+    def _copy(self, parts: Sequence[tuple[TokenSegment, object]], moves: Sequence[Pair], counter: str) -> Copy | None:
         if not parts:
             return None
         copy = Copy(self._stream)
@@ -127,24 +127,24 @@ class HostSegments(Policy[Segment]):
         setattr(self.counts, counter, getattr(self.counts, counter) + sum(to.nbytes for to, _ in moves))
         return copy
 
-    def drop(self, segment: Segment) -> None:
+    def drop(self, segment: TokenSegment) -> None:
         """Forgets a segment."""
         with self.lock:
             self.discard(segment)
 
     # The backing
 
-    def read(self, entry: Segment, memory: torch.Tensor, priority: Priority) -> Read:
+    def read(self, entry: TokenSegment, memory: torch.Tensor, priority: Priority) -> Read:
         """Is never called."""
         raise NotImplementedError
 
-    def write(self, entry: Segment) -> tuple[IoFuture, int]:
+    def write(self, entry: TokenSegment) -> tuple[IoFuture, int]:
         """Starts to write a segment to its layer's files."""
         return entry.segments.store(entry)
 
     # The policy
 
-    def victims(self, after: int) -> Sequence[Segment]:
+    def victims(self, after: int) -> Sequence[TokenSegment]:
         """Returns the first full segment of the layer that has most, if it has more than the one that asks will."""
         del after
         most = max(self._bytes, key=self._bytes.__getitem__, default=None)
@@ -154,7 +154,7 @@ class HostSegments(Policy[Segment]):
         asking = self._bytes.get(self._wanted.segments, 0) + self._wanted.nbytes
         return [victim] if self._bytes[most] - victim.nbytes >= asking else []
 
-    def discard(self, entry: Segment) -> None:
+    def discard(self, entry: TokenSegment) -> None:
         """Frees the memory of a segment, once what is copied from it has arrived."""
         if entry in self.present:
             self._bytes[entry.segments] -= entry.nbytes
@@ -164,6 +164,6 @@ class HostSegments(Policy[Segment]):
             entry.queued.wait(None)
         super().discard(entry)
 
-    def out_of_memory(self, entry: Segment) -> MemoryError:
+    def out_of_memory(self, entry: TokenSegment) -> MemoryError:
         """Is never called."""
         raise NotImplementedError

@@ -230,8 +230,7 @@ class Pager(Policy[Entry]):
         )
         if (host := self._host) is not None:
             stats.bytes_written += host.counts.bytes_written
-            stats.bytes_in_host = host.share.bytes_in_use
-            stats.bytes_to_host, stats.bytes_from_host = host.counts.bytes_to_host, host.counts.bytes_from_host
+            stats.note_host(host.share, host.counts)
         return stats
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
-from nvme_ops.offload.cache.host_segments import HostSegments, Pair, Segment
+from nvme_ops.offload.cache.host_segments import HostSegments, Pair, TokenSegment
 from nvme_ops.offload.residency.copies import Copy
 from nvme_ops.storage.joined import joined
 from nvme_ops.storage.slab import NO_ROOM, Extent
@@ -46,7 +46,7 @@ class Segments:
         self._slabs, self._number, self._rows, self._page, self._host = slabs, number, rows, page, host
         self._sizes = [count * size for count, size in rows]  # bytes of one token in all rows
         self.token_bytes = sum(self._sizes)  #: of keys and values
-        self._segments: list[Segment] = []
+        self._segments: list[TokenSegment] = []
         self.writes: list[IoFuture] = []  #: those that may be under way
 
     @property
@@ -54,7 +54,7 @@ class Segments:
         """Bytes of the tokens in the files."""
         return sum(segment.used for segment in self._segments if segment.memory is None) * self.token_bytes
 
-    def first_full(self) -> Segment | None:
+    def first_full(self) -> TokenSegment | None:
         """Returns the first segment in host memory that nothing will be added to."""
         full = (part for part in self._segments if part.memory is not None and part.used == part.capacity)
         return next(full, None)
@@ -82,7 +82,7 @@ class Segments:
         """
         self.writes.clear()
         at, nbytes = begin, 0
-        copies: list[tuple[Segment, list[Pair]]] = []
+        copies: list[tuple[TokenSegment, list[Pair]]] = []
         try:
             while at < end:
                 segment = self._segments[-1] if self._segments else None
@@ -103,7 +103,7 @@ class Segments:
             raise
         return nbytes
 
-    def store(self, segment: Segment) -> tuple[IoFuture, int]:
+    def store(self, segment: TokenSegment) -> tuple[IoFuture, int]:
         """Starts to write a segment that is in host memory; returns the transfer and its bytes. Raises OSError."""
         transfers: list[IoFuture] = []
         if not segment.pieces[0]:
@@ -140,19 +140,19 @@ class Segments:
         """Returns whether one of the latest writes has failed. They must have ended."""
         return any(write.exception() is not None for write in self.writes)
 
-    def _parts(self, begin: int, end: int, in_host: bool) -> Iterator[tuple[Segment, int, int]]:
+    def _parts(self, begin: int, end: int, in_host: bool) -> Iterator[tuple[TokenSegment, int, int]]:
         """Yields the segments with tokens ``begin`` to ``end`` in host memory, or in files, and which these are."""
         for segment in self._segments:
             low, high = max(segment.first, begin), min(segment.stop, end)
             if low < high and (segment.memory is not None) == in_host:
                 yield segment, low, high
 
-    def _allocate(self, first: int, tokens: int) -> Segment:
+    def _allocate(self, first: int, tokens: int) -> TokenSegment:
         """Allocates room for at least one page of ``tokens`` tokens, and for later ones if there is more room."""
         if self._host is not None:
             nbytes = min(self._host.segment_bytes, max(tokens, first // 4) * self.token_bytes)
             power = 1 << max(0, nbytes.bit_length() - 1)  # as pools count, and in few sizes, which are used again
-            segment = Segment(self, first, self._page * max(1, power // (self._page * self.token_bytes)))
+            segment = TokenSegment(self, first, self._page * max(1, power // (self._page * self.token_bytes)))
             if self._host.take(segment):
                 return segment
         ahead = min(first // 2, _AHEAD // max(1, self._sizes[0])) // tokens * tokens
@@ -161,8 +161,8 @@ class Segments:
                 return self._made(first, ahead)
         return self._made(first, tokens)
 
-    def _made(self, first: int, capacity: int) -> Segment:
-        segment = Segment(self, first, capacity)
+    def _made(self, first: int, capacity: int) -> TokenSegment:
+        segment = TokenSegment(self, first, capacity)
         segment.pieces = self._pieces(capacity)
         return segment
 
@@ -185,7 +185,7 @@ class Segments:
             ) from error
         return pieces
 
-    def _free(self, segment: Segment) -> None:
+    def _free(self, segment: TokenSegment) -> None:
         if segment.leaving is not None:
             segment.leaving.exception()
         if segment.memory is not None and self._host is not None:
@@ -193,7 +193,7 @@ class Segments:
         for pieces in segment.pieces:
             self._slabs.free(pieces)
 
-    def _in_host(self, segment: Segment) -> Memory:
+    def _in_host(self, segment: TokenSegment) -> Memory:
         rest: Any = segment.memory
         halves: list[torch.Tensor] = []
         for count, size in self._rows:
@@ -201,7 +201,7 @@ class Segments:
             rest = rest[nbytes:]
         return halves, segment.first
 
-    def _pairs(self, segment: Segment, begin: int, end: int, memory: Memory) -> list[Pair]:
+    def _pairs(self, segment: TokenSegment, begin: int, end: int, memory: Memory) -> list[Pair]:
         """Returns tokens of a segment in host memory, row by row, each beside its place in other memory."""
         spans = [self._spans(part, begin, end) for part in (self._in_host(segment), memory)]
         return list(zip(*spans, strict=True))
@@ -214,7 +214,7 @@ class Segments:
                 yield half[row, (begin - base) * size : (end - base) * size]
 
     def _move(
-        self, segment: Segment, begin: int, end: int, memory: Memory, transfers: list[IoFuture], priority: Priority
+        self, segment: TokenSegment, begin: int, end: int, memory: Memory, transfers: list[IoFuture], priority: Priority
     ) -> None:
         moves: list[tuple[Piece, torch.Tensor]] = []
         spans = self._spans(memory, begin, end)

@@ -275,8 +275,7 @@ class Experts(Policy[Expert]):
         with self.lock:
             stats = replace(self.counts, peak_bytes=self.share.peak)
             if (host := self.host) is not None:
-                stats.bytes_in_host, stats.bytes_to_host = host.share.bytes_in_use, host.counts.bytes_to_host
-                stats.bytes_from_host = host.counts.bytes_from_host
+                stats.note_host(host.share, host.counts)
             return stats
 
     # The policy

@@ -381,8 +381,7 @@ class Residents(Policy[Resident]):
         """Returns what was moved so far."""
         with self.lock:
             stats = replace(self.counts, bytes_stored=self._store.bytes_in_use, peak_bytes=self.share.peak)
-            stats.bytes_in_host, copied = self._stored.host.bytes_in_use, self._stored.counts
-            stats.bytes_to_host, stats.bytes_from_host = copied.bytes_to_host, copied.bytes_from_host
+            stats.note_host(self._stored.host, self._stored.counts)
             return stats
 
     @never_raising

@@ -30,6 +30,12 @@ class Stats(Counts):
     seconds_waited: float = 0.0  #: in which computation waited for reads, writes or memory
     peak_bytes: int = 0  #: the most memory in use at once
 
+    def note_host(self, share: Share, copied: Stats) -> None:
+        """Adds what host memory has now, and what was ``copied`` there and back."""
+        self.bytes_in_host += share.bytes_in_use
+        self.bytes_to_host += copied.bytes_to_host
+        self.bytes_from_host += copied.bytes_from_host
+
 
 E = TypeVar("E", bound=Entry)
 Read = tuple[torch.Tensor, IoFuture | None, int]

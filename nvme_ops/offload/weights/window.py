@@ -230,7 +230,7 @@ class Window(Policy[_Weight]):
             if (host := self._host) is not None:
                 stats.bytes_read += host.counts.bytes_read
                 stats.seconds_waited += host.counts.seconds_waited
-                stats.bytes_in_host, stats.bytes_from_host = host.share.bytes_in_use, host.counts.bytes_from_host
+                stats.note_host(host.share, host.counts)
         if self.experts is not None:
             _add(stats, self.experts.stats())
         return stats
