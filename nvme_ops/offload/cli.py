@@ -118,8 +118,9 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> int:
     from nvme_ops.offload.plan.estimate import estimate, inference_plan, inference_text, training_plan, training_text
-    from nvme_ops.offload.plan.probe import Layers, computing_of, mixed_rate, rates, sizes_of
+    from nvme_ops.offload.plan.probe import Layers, computing_of, rates, sizes_of
     from nvme_ops.offload.weights.model_files import weight_files
+    from nvme_ops.storage.rates import mixed_rate
 
     device, files = _device(args.device), weight_files(args.model)
     args.batch = sorted(set(args.batch))
@@ -170,9 +171,9 @@ def _timing(about: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from nvme_ops.offload.plan.probe import read_rate
     from nvme_ops.offload.weights.generation import generate
     from nvme_ops.offload.weights.model_files import weight_files
+    from nvme_ops.storage.rates import read_rate
 
     device, files = _device(args.device), weight_files(args.model)
     tokenizer = _tokenizer(args.model, os.path.dirname(files[0]))

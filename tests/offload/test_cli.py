@@ -38,8 +38,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr("nvme_ops.offload.plan.probe._SECONDS", 0.01)
-    monkeypatch.setattr("nvme_ops.offload.plan.probe._SCRATCH", 32 * MIB)
+    monkeypatch.setattr("nvme_ops.storage.rates._SECONDS", 0.01)
+    monkeypatch.setattr("nvme_ops.storage.rates._SCRATCH", 32 * MIB)
 
 
 def run(capsys: Capture, name: str, model: Path, *words: object, memory: str = "8M") -> tuple[str, str]:

@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-import itertools
-import math
 import os
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-import nvme_ops
-from nvme_ops.base.errors import FormatError
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.arguments import cache_mode
-from nvme_ops.io.future import InFlight, IoFuture
-from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
@@ -33,16 +25,11 @@ from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.routing import groups_of
 from nvme_ops.offload.weights.stored import stored_in
 from nvme_ops.offload.weights.streamed import StreamedModel, places_of
-from nvme_ops.storage.session import Session
+from nvme_ops.storage.rates import best_of_two, cached_rate, copy_rate, read_rate, scratch, shortest, synchronize, timed
 
-_CPU = torch.device("cpu")
-_PIECE, _IN_FLIGHT = 16 * MIB, 4
-_SECONDS = 0.5  # duration of a measurement
-_SCRATCH = 256 * MIB
 _WEIGHTS = 256 * MIB  # of the layers that are timed: more than processor caches hold
 _VOCABULARY, _MIN_VOCABULARY = 1 << 15, 1 << 10
 _TOKENS = 256  # the most of a prompt that are timed
-_MAX_STEPS = 9
 _ROUNDS = 3  # after the first one, the last two of them only where a larger batch computes faster
 
 
@@ -103,121 +90,17 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
     host_free, cached, cached_noise = free_memory(), None, 0.0
     with contextlib.ExitStack() as stack:
         if folder is not None and os.stat(folder).st_dev != os.stat(files[0]).st_dev:
-            measured: Sequence[str] = [stack.enter_context(_scratch(folder))]
+            measured: Sequence[str] = [stack.enter_context(scratch(folder))]
         else:
             measured = files
-        storage, noise = _best_of_two(lambda: read_rate(measured))
+        storage, noise = best_of_two(lambda: read_rate(measured))
         if cache_mode(None) != "direct" and sum(map(os.path.getsize, files)) <= host_free:
-            cached, cached_noise = _best_of_two(lambda: cached_rate(measured, device))
+            cached, cached_noise = best_of_two(lambda: cached_rate(measured, device))
     if device.type == "cpu":
         return Rates(storage, host_free, host_free, None, noise, cached, cached_noise)
     there: Any = torch.get_device_module(device)
     free, _ = there.mem_get_info(device)
-    return Rates(storage, free, host_free, _copy_rate(device), noise, cached, cached_noise)
-
-
-def _best_of_two(measure: Callable[[], float]) -> tuple[float, float]:
-    """Returns the higher of two rates, and by which share of it the other is lower."""
-    slower, faster = sorted(measure() for _ in range(2))
-    return faster, 1 - slower / faster
-
-
-def read_rate(files: Sequence[str], cached: bool = False) -> float:
-    """Returns the bytes per second of large reads all over these files, which leave the page cache as it is.
-
-    ``cached``: cached data are read from the page cache, as while a model runs; otherwise all is read from the device.
-    Raises FormatError if the files are empty, and OSError.
-    """
-    with aio_handle(cache="auto" if cached else "direct") as handle:
-        return _rate(_reads(handle, itertools.cycle(_pieces(files))))
-
-
-def cached_rate(files: Sequence[str], device: torch.device) -> float:
-    """Returns the bytes per second of large reads to a device from the page cache, which then has a part of the files.
-
-    Raises what ``read_rate`` raises.
-    """
-    pieces = _pieces(files)[: _SCRATCH // _PIECE]
-    with aio_handle(cache="buffered") as handle:
-        _rate(_reads(handle, pieces), math.inf)
-        return _rate(_reads(handle, itertools.cycle(pieces), device))
-
-
-def _pieces(files: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Returns path, start and size of all pieces of files, in random order. Raises FormatError if they are empty."""
-    pieces = [
-        (path, start, min(_PIECE, size - start))
-        for path in files
-        for size in [os.path.getsize(path)]
-        for start in range(0, size, _PIECE)
-    ]
-    if not pieces:
-        raise FormatError(f"{files[0]} is empty")
-    random.Random(0).shuffle(pieces)
-    return pieces
-
-
-def mixed_rate(folder: str) -> tuple[float, float]:
-    """Returns the bytes per second that are read and written in a folder, at the same time, together, and their noise.
-
-    The noise is by which share of the better one of two measurements the other is lower.
-    """
-    return _best_of_two(lambda: _mixed_rate(folder))
-
-
-def _mixed_rate(folder: str) -> float:
-    with _scratch(folder) as path, aio_handle(cache="direct") as handle:
-        submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
-        places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
-        return _rate(zip(submits, _buffers(), itertools.repeat(path), places, strict=False))
-
-
-@contextlib.contextmanager
-def _scratch(folder: str) -> Iterator[str]:
-    """Yields the path of a new file in a folder, which is removed after the block."""
-    with Session(folder, name="plan") as session:
-        path = session.path(0, "scratch")
-        os.close(session.open(0, "scratch"))
-        piece = nvme_ops.empty(_PIECE, dtype=torch.uint8).random_()
-        with aio_handle() as handle:
-            for start in range(0, _SCRATCH, _PIECE):
-                handle.submit_pwrite(piece, path, start).result()
-        yield path
-
-
-def _buffers(device: torch.device = _CPU) -> Iterator[torch.Tensor]:
-    """Yields one buffer more than may be in flight, over and over again. All of their pages exist."""
-    empty = nvme_ops.empty if device == _CPU else functools.partial(torch.empty, device=device)
-    return itertools.cycle([empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)])
-
-
-_Transfer: TypeAlias = "tuple[Callable[[torch.Tensor, str, int], IoFuture], torch.Tensor, str, int]"
-
-
-def _reads(
-    handle: aio_handle, pieces: Iterable[tuple[str, int, int]], device: torch.device = _CPU
-) -> Iterator[_Transfer]:
-    for (path, start, nbytes), buffer in zip(pieces, _buffers(device), strict=False):
-        yield handle.submit_pread, buffer[:nbytes], path, start
-
-
-def _rate(transfers: Iterable[_Transfer], seconds: float = _SECONDS) -> float:
-    """Submits transfers, for at most so many seconds; returns the bytes per second that they move."""
-    moved, begin = 0, time.perf_counter()
-    with InFlight(_IN_FLIGHT) as in_flight:
-        for submit, memory, path, start in transfers:
-            in_flight.add(submit(memory, path, start))
-            moved += memory.nbytes
-            if time.perf_counter() - begin > seconds:
-                break
-        in_flight.drain()
-        return moved / (time.perf_counter() - begin)
-
-
-def _copy_rate(device: torch.device) -> float:
-    here = torch.empty(64 * MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
-    there = torch.empty_like(here, device=device)
-    return here.nbytes / _shortest(lambda: _timed(lambda: there.copy_(here, non_blocking=True), device))
+    return Rates(storage, free, host_free, copy_rate(device), noise, cached, cached_noise)
 
 
 def computing_of(
@@ -302,14 +185,14 @@ class Layers:
         for number, layer in enumerate(one.layers):
             keys, values = (states.expand(-1, -1, context, -1).contiguous() for states in (layer.keys, layer.values))
             cache.update(keys, values, number)
-        return _shortest(lambda: self._seconds(batch, 1, cache))
+        return shortest(lambda: self._seconds(batch, 1, cache))
 
     def prompt(self, batch: int, prompt_length: int) -> float:
         """Returns the seconds of a prompt of ``batch`` sequences of ``prompt_length`` tokens each."""
         length = min(prompt_length, _TOKENS)
         rows = max(1, min(batch, _TOKENS // length))
         sequences = batch / rows
-        return _shortest(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
+        return shortest(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
 
     def training(self, length: int, parameters: Sequence[torch.Tensor]) -> TrainedModel:
         """Times training steps on sequences of ``length`` tokens, to describe a model with all of ``parameters``."""
@@ -338,10 +221,10 @@ class Layers:
 
         self._model.train()
         try:
-            seconds, longer = sorted(_shortest(lambda: _timed(step, self._device)) for _ in range(2))
+            seconds, longer = sorted(shortest(lambda: timed(step, self._device)) for _ in range(2))
         finally:
             self._model.eval()
-        share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
+        share = min(1.0, self._in_layers / max(1e-9, timed(lambda: self._forward(1, length), self._device)))
         layer_factor, after_factor = self._all / self._count, self._vocabulary / self._rows  # of the model
         after = saved[False] * after_factor
         return TrainedModel(
@@ -362,7 +245,7 @@ class Layers:
         ``token_factor`` and ``sequence_factor``: how many times the timed tokens and sequences it has; only the last
         token of each sequence goes through what follows the layers.
         """
-        total = _timed(lambda: self._forward(batch, length, cache), self._device)
+        total = timed(lambda: self._forward(batch, length, cache), self._device)
         after = (total - self._in_layers) * self._vocabulary / self._rows
         return float(self._in_layers * self._all / self._count * token_factor + after * sequence_factor)
 
@@ -379,11 +262,11 @@ class Layers:
         return DynamicCache(config=self._config)
 
     def _note_begin(self, *_: Any) -> None:
-        _synchronize(self._device)
+        synchronize(self._device)
         self._begin, self._inside = time.perf_counter(), True
 
     def _note_end(self, *_: Any) -> None:
-        _synchronize(self._device)
+        synchronize(self._device)
         self._in_layers, self._inside = time.perf_counter() - self._begin, False
 
 
@@ -404,25 +287,3 @@ def _shortened(config: Any, layers: int, count: int, vocabulary: int) -> Any:
         part.num_hidden_layers, part.vocab_size = count, vocabulary
         part.pad_token_id = None
     return made
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    begin = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-def _shortest(seconds: Callable[[], float]) -> float:
-    """Returns the shortest of several times: other programs on the machine make times longer, never shorter."""
-    seconds()
-    begin, times = time.perf_counter(), [seconds()]
-    while len(times) < _MAX_STEPS and time.perf_counter() - begin < _SECONDS:
-        times.append(seconds())
-    return min(times)
