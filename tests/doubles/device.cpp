@@ -23,6 +23,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -85,6 +86,7 @@ using Clock = std::chrono::steady_clock;
 struct Event {
   struct Stream* stream = nullptr;  // not recorded yet
   std::uint64_t position = 0;
+  std::shared_ptr<Clock::time_point> reached;  // when, if that is to be known
 };
 
 struct Work {
@@ -94,6 +96,7 @@ struct Work {
   Engine engine = kComputing;
   std::size_t bytes = 0;   // that the engine moves
   Clock::time_point ends;  // once it has begun
+  std::shared_ptr<Clock::time_point> reached;  // of an event here
 };
 
 bool is_timed() {
@@ -127,9 +130,10 @@ struct Stream {
   bool waits_for(const Stream& other, std::uint64_t position, std::uint64_t before) const {
     std::uint64_t at = done;
     return std::any_of(queue.begin(), queue.end(), [&](const Work& work) {
-      const auto& [stream, wanted] = work.wait;
-      return ++at <= before && stream != nullptr &&
-             ((stream == &other && wanted >= position) || stream->waits_for(other, position, wanted));
+      const Event& wait = work.wait;
+      return ++at <= before && wait.stream != nullptr &&
+             ((wait.stream == &other && wait.position >= position) ||
+              wait.stream->waits_for(other, position, wait.position));
     });
   }
 
@@ -137,6 +141,7 @@ struct Stream {
     const Work work = queue.front();
     queue.pop_front();
     ++done;
+    if (work.reached != nullptr) *work.reached = Clock::now();
     if (work.fails) {
       failed_at = done;
     } else if (work.copy.bytes > 0) {
@@ -184,7 +189,7 @@ Clock::time_point run_in_time(Device& device, Stream& stream, Clock::time_point 
     Work& work = stream.queue.front();
     if (work.wait.stream != nullptr) {
       if (work.wait.stream->done < work.wait.position) break;
-    } else {
+    } else if (work.reached == nullptr) {
       if (work.ends == Clock::time_point()) {
         auto& busy = device.busy_until.at(work.engine);
         const auto rate = static_cast<double>(state.rates.at(work.engine));
@@ -279,7 +284,8 @@ void release(Kind kind, void* memory) {
   for (Device& device : devices) {
     for (Stream& stream : device.streams) {
       std::uint64_t position = stream.done, last = 0;  // of a copy that the order of reuse follows
-      for (auto& [copy, wait, fails, engine, moved, ends] : stream.queue) {
+      for (Work& work : stream.queue) {
+        Copy& copy = work.copy;
         ++position;
         if (!overlap(memory, bytes, copy.to, copy.bytes) && !overlap(memory, bytes, copy.from, copy.bytes)) continue;
         if (kind == kDevice && found->second.stream->waits_for(stream, position)) {
@@ -387,11 +393,17 @@ public:
     for (Stream& each : devices.at(static_cast<std::size_t>(device)).streams) each.wait_for(lock, each.queued);
   }
 
-  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     const Lock lock(mutex);
     if (*event == nullptr) *event = (++state.events, new Event);
     TORCH_CHECK(!std::exchange(unrecorded, false), "an event was refused by the private device");
-    *static_cast<Event*>(*event) = {&stream_of(on), stream_of(on).queued};
+    Stream& stream = stream_of(on);
+    std::shared_ptr<Clock::time_point> reached;
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) {
+      reached = std::make_shared<Clock::time_point>();
+      stream.add({{}, {}, false, kComputing, 0, {}, reached});
+    }
+    *static_cast<Event*>(*event) = {&stream, stream.queued, reached};
     run_some();
   }
   void block(void* event, const c10::Stream& waiting) const override {
@@ -406,6 +418,11 @@ public:
   void synchronizeEvent(void* event) const override {
     Lock lock(mutex);
     if (is_recorded(event)) static_cast<Event*>(event)->stream->wait_for(lock, static_cast<Event*>(event)->position);
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    const Lock lock(mutex);
+    const auto time = *static_cast<Event*>(second)->reached - *static_cast<Event*>(first)->reached;
+    return std::chrono::duration<double, std::milli>(time).count();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event != nullptr) --state.events;

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -30,7 +31,8 @@ from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Stored, Ticket, TicketRef, Unit
 from nvme_ops.offload.memory import Memory
-from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.account import Account, rate_of_folders
+from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
@@ -50,7 +52,7 @@ class _Saved:
     def __init__(self, files: StripedSlabs, checksums: bool, host: Share) -> None:
         self._files, self._checksums = files, checksums
         self.host = host
-        self.streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # to host memory, and from there
+        self.streams: dict[torch.device, tuple[CopyStream, CopyStream]] = {}  # to host memory, and from there
         self.counts = ActivationStats()
         self.leaving: list[Stored] = []  #: is to be freed once no transfer uses it any more
 
@@ -92,7 +94,7 @@ class _Saved:
         transfers: list[IoFuture] = []
         if entry.device.type != "cpu" and (host := self.host.allocate(_size_class(entry.nbytes))) is not None:
             if entry.device not in self.streams:
-                self.streams[entry.device] = new_stream(entry.device), new_stream(entry.device)
+                self.streams[entry.device] = CopyStream(entry.device), CopyStream(entry.device)
             copy = Copy(self.streams[entry.device][0])
             transfers.append(copy.future(memory, host))
             entry.stored = Stored([], transfers, host=host)
@@ -167,6 +169,7 @@ class Activations(Policy[Unit]):
             session = undo.enter_context(Session(folders, name="activations"))
             self._files = StripedSlabs(session, "activations", handle_of(handle), None)
             session.lend("", self._files)
+            self._account = Account(rate_of_folders(session.folders))
             # autograd's memory, and torch's; memory that is shared is one of the device of the first saved tensor
             share = Tier(given if isinstance(given, int) else 0, torch.device("cpu")).share()
             self._residency = Residency() if self._memory is None else self._memory.residency
@@ -288,14 +291,19 @@ class Activations(Policy[Unit]):
         moved = f"{size_words(self.counts.bytes_saved)} saved, {size_words(self.counts.bytes_written)} written"
         return f"{moved}, at most {size_words(self.share.nbytes)} in memory"
 
+    def explain(self, stats: ActivationStats) -> str:
+        """Returns what ``Account.explain`` does."""
+        return self._account.explain(stats, next(iter(self._stored.streams), torch.device("cpu")))
+
     def stats(self) -> ActivationStats:
         """Returns what was saved and moved so far."""
         with self.lock:
             if not self._closed and self._process == os.getpid():
                 self._collect()
                 self.counts.bytes_stored = self._files.bytes_in_use
-            stats = ActivationStats(**vars(self.counts))
-            stats.note_host(self._stored.host, self._stored.counts)
+            stats = replace(self.counts, bytes_in_memory=self._bytes)
+            streams = [stream for pair in self._stored.streams.values() for stream in pair]
+            stats.note_host(self._stored.host, self._stored.counts, *streams)
             return stats
 
     def close(self) -> None:

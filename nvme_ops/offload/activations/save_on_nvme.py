@@ -116,6 +116,13 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
             stats.bytes_recomputed = self._choice.bytes_again
         return stats
 
+    def explain(self) -> str:
+        """Says what was moved and waited for since the last call or the start, and what limits.
+
+        The first call measures the rates of storage and bus. Raises OSError if a folder has no room for 256 MiB.
+        """
+        return self._activations.explain(self.stats())
+
     def close(self) -> None:
         """Removes the files. Graphs whose tensors are on storage can no longer run backward. Further calls do nothing.
 

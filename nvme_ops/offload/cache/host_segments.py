@@ -10,7 +10,7 @@ import torch
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.memory.tier import PooledTier
-from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import Entry, tensors_over
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
@@ -81,7 +81,7 @@ class HostSegments(Policy[TokenSegment]):
         self._residency = Residency()
         super().__init__(self._residency.lock, PooledTier(nbytes).share(), self, Stats())
         self.segment_bytes = min(_LARGEST, nbytes // _SEGMENTS)  #: of the largest
-        self._stream = new_stream(device)
+        self.copies = CopyStream(device)
         self._bytes: dict[Owner, int] = {}  # of each layer
         self._wanted: TokenSegment  # the one that asked for memory last
         self._residency.join(self)
@@ -120,7 +120,7 @@ class HostSegments(Policy[TokenSegment]):
     def _copy(self, parts: Sequence[tuple[TokenSegment, object]], moves: Sequence[Pair], counter: str) -> Copy | None:
         if not parts:
             return None
-        copy = Copy(self._stream)
+        copy = Copy(self.copies)
         for segment, _ in parts:
             segment.queued = copy
         copy.begin(*moves)

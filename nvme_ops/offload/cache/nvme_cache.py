@@ -225,6 +225,13 @@ class NvmeCache(Closing, DynamicCache):
         """Returns the bytes written and read since the cache was made, and those that it holds."""
         return self._pager.stats()
 
+    def explain(self) -> str:
+        """Says what was moved and waited for since the last call or the start, and what limits.
+
+        The first call measures the rates of storage and bus. Raises OSError if a folder has no room for 256 MiB.
+        """
+        return self._pager.account.explain(self.stats(), self._pager.share.device)
+
     def close(self) -> None:
         """Removes the files and releases the memory. The cache cannot be used any more. Further calls do nothing."""
         self._pager.close()

@@ -22,6 +22,7 @@ from nvme_ops.offload.cache.host_segments import HostSegments
 from nvme_ops.offload.cache.layer import PagedLayer
 from nvme_ops.offload.cache.segments import Segments
 from nvme_ops.offload.memory import Memory
+from nvme_ops.offload.residency.account import Account, rate_of_folders
 from nvme_ops.offload.residency.entry import Entry
 from nvme_ops.offload.residency.placement import kept_as_they_grow, rank
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
@@ -115,6 +116,7 @@ class Pager(Policy[Entry]):
         with contextlib.ExitStack() as undo:
             self._session = Session(folders, name="keys and values")
             undo.callback(self._session.close)
+            self.account = Account(rate_of_folders(self._session.folders))
             self._slabs = StripedSlabs(self._session, "keys and values", handle_of(handle), None)
             undo.callback(self._slabs.close)
             if not self._slabs.is_measured:
@@ -226,11 +228,12 @@ class Pager(Policy[Entry]):
             self.counts,
             bytes_cached=sum(layer.bytes_cached for layer in self._layers),
             bytes_stored=sum(layer.bytes_stored for layer in self._layers),
+            bytes_in_memory=self.share.bytes_in_use,
             peak_bytes=self.share.peak,
         )
         if (host := self._host) is not None:
             stats.bytes_written += host.counts.bytes_written
-            stats.note_host(host.share, host.counts)
+            stats.note_host(host.share, host.counts, host.copies)
         return stats
 
     def close(self) -> None:

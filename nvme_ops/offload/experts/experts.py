@@ -273,9 +273,9 @@ class Experts(Policy[Expert]):
     def stats(self) -> ExpertStats:
         """Returns what was used and read so far."""
         with self.lock:
-            stats = replace(self.counts, peak_bytes=self.share.peak)
+            stats = replace(self.counts, bytes_in_memory=self.share.bytes_in_use, peak_bytes=self.share.peak)
             if (host := self.host) is not None:
-                stats.note_host(host.share, host.counts)
+                stats.note_host(host.share, host.counts, *host.streams)
             return stats
 
     # The policy

@@ -12,7 +12,7 @@ from nvme_ops.io.engine import Priority
 from nvme_ops.memory.tier import Share
 from nvme_ops.offload.experts.expert import Expert
 from nvme_ops.offload.experts.host_computing import HostComputing
-from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.residency.files import FileEntry
 from nvme_ops.offload.residency.host_copies import HostCopies
@@ -31,7 +31,7 @@ class _Accelerator:
     """The backing of what sinks: it comes from the accelerator."""
 
     def __init__(self, device: torch.device, copying: dict[FileEntry, Copy]) -> None:
-        self._stream, self._copying = new_stream(device), copying
+        self.stream, self._copying = CopyStream(device), copying
 
     def read(self, sunk: _Sunk, memory: torch.Tensor, priority: Priority) -> Read:
         """Starts to copy an expert to host memory, after what computes it."""
@@ -41,8 +41,8 @@ class _Accelerator:
         if source is None:
             raise RuntimeError("an expert has left the accelerator before it could sink")
         if (queued := sunk.expert.queued) is not None:
-            queued.before(self._stream.device)
-        self._copying[sunk] = copying = Copy(self._stream)
+            queued.before(self.stream.stream.device)
+        self._copying[sunk] = copying = Copy(self.stream)
         copying.begin((memory, source))
         return values, None, 0
 
@@ -64,7 +64,8 @@ class HostExperts(HostCopies):
     def __init__(self, device: torch.device, share: Share, computing: HostComputing | None = None) -> None:
         super().__init__(device, share)
         self.computing = computing
-        self.backing = _Accelerator(device, self._copying)
+        self.backing = sinking = _Accelerator(device, self._copying)
+        self.streams.append(sinking.stream)
         self._risen: dict[FileEntry, None] = {}  # here and on the accelerator, those that rose first in front
         self._order: list[tuple[float, int, _Sunk]] = []  # a heap; stale where an expert has risen or left
         self._sunk = 0

@@ -354,6 +354,13 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         """Returns what was moved so far."""
         return self._states.measure()
 
+    def explain(self) -> str:
+        """Says what was moved and waited for since the last call or the start, and what limits.
+
+        The first call measures the rates of storage and bus. Raises OSError if a folder has no room for 256 MiB.
+        """
+        return self._states.account.explain(self.stats(), torch.device("cpu"))
+
     def close(self) -> None:
         """Removes the files, or with ``reuse`` leaves them, durable, to the next program. Further calls do nothing.
 

@@ -35,6 +35,7 @@ from nvme_ops.memory.torch_memory import large_tensors_pooled
 from nvme_ops.offload.memory import Buffers, Memory
 from nvme_ops.offload.optimizer.chunks import IN_MEMORY, NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
+from nvme_ops.offload.residency.account import Account, rate_of_folders
 from nvme_ops.offload.residency.placement import IN_FLIGHT, room_beside_buffers, worth_keeping
 from nvme_ops.offload.residency.policy import Stats
 from nvme_ops.storage.session import Session
@@ -122,6 +123,7 @@ class States(Usable):
             if self._shared is not None:
                 undo.callback(self._shared.close)
             self.session = undo.enter_context(Session(folders, name=name, reuse=reuse))
+            self.account = Account(rate_of_folders(self.session.folders))
             self._records = Records(self.session) if reuse else None
             if self._records is not None:
                 undo.callback(self._records.close)

@@ -24,7 +24,8 @@ from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import dense_bytes, dense_strides
 from nvme_ops.memory.tier import PooledTier, Share, in_pages, tier_on
 from nvme_ops.offload.memory import Memory
-from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.account import Account, rate_of_folders
+from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import Entry, QueuedWork, tensors_over
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.placement import IN_FLIGHT
@@ -121,7 +122,7 @@ class _Stored:
 
     def __init__(self, store: TensorStore, device: torch.device, host: Share) -> None:
         self._store, self.host, self.counts = store, host, SwapStats()
-        self._streams = [new_stream(device) for _ in range(2 if host.nbytes else 0)]  # to host memory, and from there
+        self.streams = [CopyStream(device) for _ in range(2 if host.nbytes else 0)]  # to host memory, and from there
 
     def put(self, entry: Resident, values: torch.Tensor) -> tuple[IoFuture | None, int]:
         """Starts to move the values of a resident to host memory or the store; returns the bytes that are written."""
@@ -134,7 +135,7 @@ class _Stored:
                 entry.home.copying.wait(None)
             home.copy_(source)
             return None, 0
-        entry.home.copying = copying = Copy(self._streams[0])
+        entry.home.copying = copying = Copy(self.streams[0])
         writing = copying.future(source, home)
         copying.begin((home[: entry.nbytes], source))
         return writing, 0
@@ -150,7 +151,7 @@ class _Stored:
             entry.note_computed()
             return values, None, 0
         if entry.home is not None and entry.home.memory is not None:
-            entry.queued = entry.home.copying = copying = Copy(self._streams[1])
+            entry.queued = entry.home.copying = copying = Copy(self.streams[1])
             copying.begin((memory[: entry.nbytes], entry.home.memory[: entry.nbytes]))
             self.counts.bytes_from_host += entry.nbytes
             if entry.scale is not None:
@@ -216,6 +217,7 @@ class Residents(Policy[Resident]):
         self._gone: deque[tuple[str, int, _Home | None]] = deque()  # keys, bytes and homes of tensors that were freed
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
+            self.account = Account(rate_of_folders(self._session.folders))
             self._store = undo.enter_context(TensorStore(self._session, checksums=checksums, handle=handle))
             if self._memory is None:
                 share, self._residency = tier_on(device, max(PAGE, self.budget // PAGE * PAGE)).share(), Residency()
@@ -380,8 +382,13 @@ class Residents(Policy[Resident]):
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
         with self.lock:
-            stats = replace(self.counts, bytes_stored=self._store.bytes_in_use, peak_bytes=self.share.peak)
-            stats.note_host(self._stored.host, self._stored.counts)
+            stats = replace(
+                self.counts,
+                bytes_stored=self._store.bytes_in_use,
+                bytes_in_memory=self.share.bytes_in_use,
+                peak_bytes=self.share.peak,
+            )
+            stats.note_host(self._stored.host, self._stored.counts, *self._stored.streams)
             return stats
 
     @never_raising
@@ -494,3 +501,10 @@ class Swapped(Closing):
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
         return self._residents.stats()
+
+    def explain(self) -> str:
+        """Says what was moved and waited for since the last call or the start, and what limits.
+
+        The first call measures the rates of storage and bus. Raises OSError if a folder has no room for 256 MiB.
+        """
+        return self._residents.account.explain(self.stats(), self._residents.share.device)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,10 +20,38 @@ if TYPE_CHECKING:
 _PERIOD = 0.001  # seconds between looks whether a copy has ended, where there is a timeout
 
 
-def new_stream(device: torch.device) -> torch.Stream:
-    """Returns a stream of an accelerator, for work that waits for no other work."""
-    stream: torch.Stream = getattr(torch.get_device_module(device), "Stream", torch.Stream)(device=device)
-    return stream
+class CopyStream:
+    """A stream of an accelerator for copies, which wait for no other work, and the time that others wait for these.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        module: Any = torch.get_device_module(device)
+        self.stream: torch.Stream = getattr(module, "Stream", torch.Stream)(device=device)
+        self._new_event = partial(getattr(module, "Event", partial(torch.Event, device)), enable_timing=True)
+        self._waits = deque[tuple[Any, Any]]()  # events: one waits from the first to the second
+        self._seconds = 0.0
+
+    def record(self, stream: torch.Stream) -> Any:
+        """Returns an event after what is queued on a stream."""
+        event = self._new_event()
+        event.record(stream)
+        return event
+
+    def note_wait(self, stream: torch.Stream, copied: Any) -> None:
+        """Counts the time that a stream will wait for an event of ``record``."""
+        self._waits.append((self.record(stream), copied))
+        self.seconds_waited()
+
+    def seconds_waited(self) -> float:
+        """Returns how long other streams have waited for copies, as far as that is over."""
+        with contextlib.suppress(IndexError):
+            while all(event.query() for event in self._waits[0]):
+                reached, copied = self._waits.popleft()
+                self._seconds += max(0.0, reached.elapsed_time(copied) / 1000)
+        return self._seconds
 
 
 class Copy(QueuedWork):
@@ -31,13 +61,14 @@ class Copy(QueuedWork):
     called before the memory is freed, unless ``future`` keeps it.
 
     Args:
-        stream: copies.
+        copies: its stream.
     """
 
-    def __init__(self, stream: torch.Stream) -> None:
-        super().__init__(stream.device)
+    def __init__(self, copies: CopyStream) -> None:
+        super().__init__(copies.stream.device)
         self._owner, self._owners_work = self._stream, self._event
-        self._stream, self._is_begun, self._is_awaited = stream, False, False
+        self._copies, self._stream = copies, copies.stream
+        self._is_begun = self._is_awaited = False
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._failure: BaseException | None = None
 
@@ -50,7 +81,7 @@ class Copy(QueuedWork):
             with getattr(module, "stream", lambda stream: stream)(self._stream):
                 for to, source in moves:
                     to.copy_(source, non_blocking=True)
-            self._event = self._stream.record_event()
+            self._event = self._copies.record(self._stream)
         except BaseException:
             if current_stream(self._stream.device) != self._owner:  # Ctrl-C came as the block ended
                 owner: Any = getattr(torch, "accelerator", None) or torch.get_device_module(self._stream.device)
@@ -65,6 +96,8 @@ class Copy(QueuedWork):
 
     def before(self, device: torch.device) -> None:
         """Makes the current stream wait for the copy."""
+        if not self.done():
+            self._copies.note_wait(current_stream(device), self._event)
         super().before(device)
         self._is_awaited = self._is_awaited or current_stream(device) == self._owner
 

@@ -11,7 +11,7 @@ from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.memory.tier import Share
-from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.placement import IN_FLIGHT
@@ -41,7 +41,7 @@ class HostCopies(Policy[FileEntry]):
     def __init__(self, device: torch.device, share: Share, shared: SharedFiles | None = None) -> None:
         self._residency, self._files, self._shared = Residency(), ModelFiles(), shared
         super().__init__(self._residency.lock, share, shared or self._files, Stats())
-        self._stream = new_stream(device)
+        self.streams = [CopyStream(device)]
         self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
         self._copying: dict[FileEntry, Copy] = {}  # the last one from each to the accelerator
         self._residency.join(self)
@@ -112,7 +112,7 @@ class HostCopies(Policy[FileEntry]):
             return self._files.read(entry, memory, priority)
         values = entry.over(memory)
         entry.own_tensors = tensors_over(values)
-        entry.queued = self._copying[copy] = copying = Copy(self._stream)
+        entry.queued = self._copying[copy] = copying = Copy(self.streams[0])
         copying.begin((memory, copy.values))
         self.counts.bytes_from_host += copy.nbytes
         return values, None, 0

@@ -13,6 +13,7 @@ from nvme_ops.base.text import Counts
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.memory.tier import Share, in_pages
+from nvme_ops.offload.residency.copies import CopyStream
 from nvme_ops.offload.residency.entry import Entry
 
 
@@ -27,12 +28,15 @@ class Stats(Counts):
     bytes_in_host: int = 0  #: in host memory now, beside that of an accelerator
     bytes_to_host: int = 0  #: copied there from the accelerator
     bytes_from_host: int = 0  #: copied from there to the accelerator
+    bytes_in_memory: int = 0  #: where it computes, now
     seconds_waited: float = 0.0  #: in which computation waited for reads, writes or memory
+    seconds_waited_for_host: float = 0.0  #: in which an accelerator waited for copies from host memory
     peak_bytes: int = 0  #: the most memory in use at once
 
-    def note_host(self, share: Share, copied: Stats) -> None:
-        """Adds what host memory has now, and what was ``copied`` there and back."""
+    def note_host(self, share: Share, copied: Stats, *streams: CopyStream) -> None:
+        """Adds what host memory has now, what was ``copied`` there and back, and how long others waited for it."""
         self.bytes_in_host += share.bytes_in_use
+        self.seconds_waited_for_host += sum(stream.seconds_waited() for stream in streams)
         self.bytes_to_host += copied.bytes_to_host
         self.bytes_from_host += copied.bytes_from_host
 

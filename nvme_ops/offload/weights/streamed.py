@@ -23,6 +23,7 @@ from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.experts.experts import Experts, handle_in_order
 from nvme_ops.offload.experts.host_computing import HostComputing
 from nvme_ops.offload.experts.host_experts import HostExperts
+from nvme_ops.offload.residency.account import Account, rate_of_files
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.placement import kept_from_the_start, placement, share_of_experts
 from nvme_ops.offload.residency.residency import Residency
@@ -48,11 +49,19 @@ class StreamedModel(Closing, Derived):
 
     _nvme_weights: Weights
     _nvme_window: Window
+    _nvme_account: Account
     _nvme_undo: contextlib.ExitStack
 
     def stats(self) -> WindowStats:
         """Returns what was read of the weights, how long computation waited for them, and their memory."""
         return self._nvme_window.stats()
+
+    def explain(self) -> str:
+        """Says what was moved and waited for since the last call or the start, and what limits.
+
+        The first call measures the rates of storage and bus. Raises OSError if the files cannot be read.
+        """
+        return self._nvme_account.explain(self.stats(), self._nvme_window.share.device)
 
     def close(self) -> None:
         """Ends the streaming: closes the files and frees the memory. The model cannot be used any more."""
@@ -316,7 +325,8 @@ def stream(
                 parameter.requires_grad_(False)
         if experts is not None:
             route(groups, experts)
-        derive(model, StreamedModel, _nvme_weights=weights, _nvme_window=window, _nvme_undo=undo)
+        account = Account(rate_of_files([file.path for file in files]))
+        derive(model, StreamedModel, _nvme_weights=weights, _nvme_window=window, _nvme_account=account, _nvme_undo=undo)
         undo.callback(_CONVERSIONS.take())
     except BaseException:
         undo.close()

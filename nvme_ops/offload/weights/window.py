@@ -226,11 +226,11 @@ class Window(Policy[_Weight]):
         with self.lock:
             kept = sum(weight.source.nbytes for weight in self.present if weight in self._keep)
             peak = self.share.peak + (0 if self._expanding is None else self._expanding.peak)
-            stats = replace(self.counts, bytes_kept=kept, peak_bytes=peak)
+            stats = replace(self.counts, bytes_kept=kept, bytes_in_memory=self.share.bytes_in_use, peak_bytes=peak)
             if (host := self._host) is not None:
                 stats.bytes_read += host.counts.bytes_read
                 stats.seconds_waited += host.counts.seconds_waited
-                stats.note_host(host.share, host.counts)
+                stats.note_host(host.share, host.counts, *host.streams)
         if self.experts is not None:
             _add(stats, self.experts.stats())
         return stats
