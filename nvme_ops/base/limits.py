@@ -93,12 +93,12 @@ def less_an_eighth(free: int) -> int:
     return free * 7 // 8
 
 
-def host_bytes(host_budget: int | str | None) -> int:
+def host_bytes(host_budget: int | str | None, there: int = 0) -> int:
     """Returns the bytes of host memory that may be page-locked for an accelerator; less than asked for is said.
 
-    ``"auto"``, and None, is what is free less an eighth.
+    ``"auto"``, and None, is what is free less an eighth, and what is ``there`` already, in memory that others share.
     """
-    free, locked = less_an_eighth(free_memory()), lockable_memory()
+    free, locked = less_an_eighth(free_memory()) + there, lockable_memory()
     limit = min(free, locked)
     if host_budget is None or host_budget == "auto":
         return limit

@@ -235,9 +235,15 @@ class SharedMemory(Tracked):
         start, end = self._words[4 * piece - 2], self._words[4 * piece + 2]
         return start, end - start
 
-    def complete_keys(self) -> set[Key]:
-        """Returns the keys of the pieces that are complete."""
-        return {(record[0], record[1]) for piece, record in self._records() if self._is(piece, _COMPLETE)}
+    def bytes_complete(self) -> int:
+        """Returns the bytes of the pieces that are complete."""
+        return sum(self.span(piece)[1] for piece, _ in self._records() if self.is_complete(piece))
+
+    def piece_of(self, key: Key) -> int | None:
+        """Returns the piece of a key, if there is one."""
+        records = bytes(self._header[: (1 + self._words[0]) * _RECORD.size])
+        at = records.find(struct.pack("=qq", *key), _RECORD.size)
+        return None if at < 0 else at // _RECORD.size
 
     def keep(self, key: Key, nbytes: int, free: Iterable[int]) -> int | None:
         """Keeps the piece of this key, or one that gets it; None if there is no room. Call it with the lock.
@@ -247,18 +253,14 @@ class SharedMemory(Tracked):
             nbytes: of the piece, in whole pages.
             free: pieces of such size that this process keeps and does not use, one of which is preferred to others.
         """
-        nameless, end = list[int](), _HEADER
-        for piece, (first, second, its_end, *_) in self._records():
-            if (first, second) == key:
-                return piece if self._lock(_KEPT + piece, fcntl.F_RDLCK) else None
-            if (first, second) == _NAMELESS and its_end - end == nbytes:
-                nameless.append(piece)
-            end = its_end
+        if (piece := self.piece_of(key)) is not None:
+            return piece if self._lock(_KEPT + piece, fcntl.F_RDLCK) else None
         reusable = [piece for piece in free if not self._is(piece, _FILLING) and not self._is(piece, _REFILLED)]
-        for piece in (*reusable, *nameless):
+        nameless = [piece for piece, record in self._records() if record[:2] == _NAMELESS]
+        for piece in (*reusable, *(piece for piece in nameless if self.span(piece)[1] == nbytes)):
             if self._rename(piece, key, is_kept=piece in reusable):
                 return piece
-        piece = 1 + self._words[0]
+        piece, end = 1 + self._words[0], self._words[4 * self._words[0] + 2]
         if end + nbytes > self._nbytes or (1 + piece) * _RECORD.size > _HEADER:
             return None
         self._header[piece * _RECORD.size :][: _RECORD.size] = _RECORD.pack(*_NAMELESS, end + nbytes, 0, 0, 0)

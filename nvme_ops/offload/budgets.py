@@ -22,12 +22,12 @@ class Budgets(NamedTuple):
 
     Attributes:
         own: bytes where it computes, or what it shares with others.
-        host: bytes of host memory beside that of an accelerator; 0 where it computes on the CPU.
-        shared: has these bytes, if others use them, too.
+        given: host memory beside that of an accelerator, as its caller says; 0 where it computes on the CPU.
+        shared: is that memory, if others use it, too.
     """
 
     own: int | Memory
-    host: int = 0
+    given: Size = 0
     shared: PooledTier | None = None
 
     @property
@@ -35,9 +35,13 @@ class Budgets(NamedTuple):
         """Bytes where it computes."""
         return self.own if isinstance(self.own, int) else self.own.nbytes
 
+    def host(self, there: int = 0) -> int:
+        """Returns the bytes of host memory beside that of an accelerator; see ``host_bytes``."""
+        return self.shared.nbytes if self.shared is not None else host_bytes(self.given, there)
+
     def host_tier(self) -> PooledTier:
         """Returns the host memory beside that of an accelerator."""
-        return self.shared or PooledTier(self.host)
+        return self.shared or PooledTier(self.host())
 
 
 def budgets_of(
@@ -91,8 +95,10 @@ def budgets_of(
     if isinstance(own, Memory) and own.host is not None:
         if host_budget is not None:
             raise TypeError("memory= has host memory already: give host_budget= or Memory(host=)")
-        return Budgets(own, own.host.nbytes, own.host)
-    return Budgets(own, host_bytes(host_budget))
+        return Budgets(own, shared=own.host)
+    if host_budget not in (None, _AUTO):
+        host_budget = bytes_of("host_budget", host_budget, least=0)
+    return Budgets(own, host_budget)
 
 
 def where_it_computes() -> torch.device:

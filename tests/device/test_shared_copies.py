@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.base import limits
 from nvme_ops.offload import from_pretrained
 from tests import prepared
 from tests.conftest import MIB, in_child
@@ -135,3 +137,25 @@ def test_a_forked_child_is_refused(device: Simulated, path: Path) -> None:
 
         in_child(use)
         assert torch.equal(logits_of(device, model), wanted)
+
+
+@on_simulated
+@pytest.mark.parametrize("given", ["auto", "25M"])
+def test_what_others_have_read_counts_as_free(
+    device: Simulated, path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device.computing(), opened(device, path) as model:
+        wanted = logits_of(device, model)
+        there = model._nvme_window._host._shared.tier.memory.bytes_complete()
+        assert there > 16 * MIB
+        monkeypatch.setattr(limits, "free_memory", lambda: 8 * MIB)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other = opened(device, path, given)
+        with other:
+            assert other._nvme_window._host.share.nbytes == 7 * MIB + there if given == "auto" else 25 * MIB
+            assert torch.equal(logits_of(device, other), wanted)
+            assert other.stats().bytes_read < MIB
+        monkeypatch.setenv("NVME_OPS_SHARE_HOST", "0")
+        with pytest.warns(UserWarning, match="7 MiB are used"):
+            opened(device, path, "25M").close()

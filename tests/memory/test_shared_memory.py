@@ -92,7 +92,8 @@ def test_one_finds_what_another_has_read(what: str) -> None:
     assert other.is_complete(second)
     assert int(second.min()) == 1
     assert taken(one) == MIB
-    assert other.memory.complete_keys() == {ONE}
+    assert other.memory.bytes_complete() == MIB
+    assert other.memory.piece_of(TWO) is None
     assert not other.is_complete(other.get(TWO))
     first.fill_(3)
     assert int(second.max()) == 3, "it is the same memory"

@@ -52,7 +52,7 @@ def given(device: torch.device, **options: Any) -> Budgets:
 @pytest.mark.filterwarnings("ignore:host_budget")
 def test_what_is_said_and_what_there_is(device: torch.device, options: dict[str, Any], wanted: tuple[int, int]) -> None:
     made = given(device, **options)
-    assert (made.own, made.host) == wanted
+    assert (made.own, made.host()) == wanted
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_what_is_refused(device: torch.device, options: dict[str, Any], error: t
 
 def test_less_than_was_asked_for_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="56 GiB are free: 56 GiB are used"):
-        assert given(GPU, host_budget="80G").host == 56 * GIB
+        assert given(GPU, host_budget="80G").host() == 56 * GIB
     monkeypatch.setattr(limits, "lockable_memory", lambda: 8 * MIB)
     with pytest.warns(UserWarning, match="locked memory is 8 MiB: .*ulimit -l unlimited"):
-        assert given(GPU, host_budget="16G").host == 8 * MIB
+        assert given(GPU, host_budget="16G").host() == 8 * MIB
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert given(GPU).host == 8 * MIB
+        assert given(GPU).host() == 8 * MIB
 
 
 def test_a_memory_takes_the_place_of_the_budget_where_it_computes() -> None:
@@ -94,7 +94,8 @@ def test_a_memory_takes_the_place_of_the_budget_where_it_computes() -> None:
 def test_a_memory_may_have_host_memory_that_all_share() -> None:
     memory = Memory(device="1G", host="2G")
     weights, params = given(GPU, memory=memory), given(GPU, memory=memory)
-    assert weights == Budgets(memory, 2 * GIB, memory.host)
+    assert weights == Budgets(memory, shared=memory.host)
+    assert weights.host() == 2 * GIB
     assert weights.host_tier() is params.host_tier() is memory.host
     with pytest.raises(TypeError, match="has host memory already"):
         given(GPU, memory=memory, host_budget="1G")

@@ -31,7 +31,7 @@ class Process:
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
         self.file = WeightFile(os.open(path, flags), str(path), shared_handle())
-        shared = shared_files([self.file], 8 * MIB)
+        shared = shared_files([self.file], lambda _: 8 * MIB)
         assert isinstance(shared, SharedFiles)
         self.files, self.share = shared, shared.tier.share()
         self.entry = FileEntry([(FileExtent(self.file, 0, SIZE), 0)], SIZE)
@@ -42,7 +42,7 @@ class Process:
         return self.files.read(self.entry, memory, Priority.DEMAND)
 
     def has_it(self) -> bool:
-        return self.files.present([self.entry]) == {self.entry}
+        return self.files.has(self.entry)
 
     def begin_to_fill(self) -> torch.Tensor:
         """Begins what another thread of it is to go on with."""
@@ -132,5 +132,5 @@ def test_one_that_waits_and_is_dropped_holds_nothing(path: Path) -> None:
 
 def test_files_that_may_be_written_to_are_not_shared(path: Path) -> None:
     file = WeightFile(os.open(path, os.O_RDONLY), str(path), shared_handle(), checked=False)
-    assert shared_files([file], MIB) is None
-    assert shared_files([], MIB) is None
+    assert shared_files([file], lambda _: MIB) is None
+    assert shared_files([], lambda _: MIB) is None

@@ -107,7 +107,7 @@ def _there(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     patch.setattr(threading.Thread, "run", run_there)
     patch.setattr(pretrained, "device_of", lambda given: device_of(given or device.device()))
-    patch.setattr(budgets, "host_bytes", lambda given: host_bytes(HOST if given is None else given))
+    patch.setattr(budgets, "host_bytes", lambda given, there=0: host_bytes(HOST if given is None else given, there))
     patch.setattr(torch.testing, "assert_close", partial(torch.testing.assert_close, check_device=False))
     patch.setattr(elsewhere, "_same", lambda *both: same(*map(_on_cpu, both)))
     for module in [module for name, module in sys.modules.items() if name.startswith("tests.offload.")]:

@@ -140,7 +140,7 @@ class Pager(Policy[Entry]):
             return
         device, budgets = self._given(device)
         self.share = tier_on(device, max(PAGE, budgets.nbytes // PAGE * PAGE)).share()
-        self._host = HostSegments(device, budgets.host) if budgets.host else None
+        self._host = HostSegments(device, host) if (host := budgets.host()) else None
         self._set_budget(budgets.nbytes)
         self._given = None
 

@@ -59,7 +59,7 @@ class HostCopies(Policy[FileEntry]):
         """Returns the entries that are here, or on their way; and those ``among`` others that other processes have."""
         with self.lock:
             here = {entry for entry, copy in self._copies.items() if copy.values is not None}
-        return here if self._shared is None else here | self._shared.present(among)
+        return here if (shared := self._shared) is None else here.union(filter(shared.has, among))
 
     def is_awaited(self, entry: FileEntry) -> bool:
         """Returns whether an entry is on its way here: ``bring`` would wait for it."""

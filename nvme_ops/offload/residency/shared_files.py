@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -23,17 +23,21 @@ _PERIOD = 0.001  # seconds between looks whether another process has filled a pi
 _PATIENCE = 5.0  # seconds until it is no longer waited for: it may be stopped
 
 
-def shared_files(files: Sequence[WeightFile], nbytes: int) -> SharedFiles | None:
-    """Returns the backing of entries in shared memory of ``nbytes`` bytes; None where there is none to be had.
+def shared_files(files: Sequence[WeightFile], budget: Callable[[int], int]) -> SharedFiles | None:
+    """Returns the backing of entries in shared memory; None where there is none to be had.
 
     ``NVME_OPS_SHARE_HOST=0`` says that there is not to be any. Files that may be written to are not shared.
+
+    Args:
+        files: all that entries are read from.
+        budget: returns the most bytes to keep, of which so many as it is given are there already, which takes no more.
     """
     identities = [file.identity for file in files]
     can_register = torch.cuda.is_available() or not can_pin()
     if os.environ.get("NVME_OPS_SHARE_HOST") == "0" or not files or None in identities or not can_register:
         return None
     memory = shared_memory(identities, 2 * sum(file.size for file in files))  # parts may be entries beside the whole
-    return None if memory is None else SharedFiles(files, SharedTier(nbytes, memory))
+    return None if memory is None else SharedFiles(files, SharedTier(budget(memory.bytes_complete()), memory))
 
 
 class SharedFiles(ModelFiles):
@@ -51,10 +55,10 @@ class SharedFiles(ModelFiles):
         """Returns memory for an entry, in which it may be already."""
         return self.tier.allocate_for(self._key(entry), max(1, entry.nbytes), share)
 
-    def present(self, entries: Iterable[FileEntry]) -> set[FileEntry]:
-        """Returns those that some process has in memory."""
-        keys = self.tier.memory.complete_keys()
-        return {entry for entry in entries if self._key(entry) in keys} if keys else set()
+    def has(self, entry: FileEntry) -> bool:
+        """Returns whether some process has an entry in memory."""
+        piece = self.tier.memory.piece_of(self._key(entry))
+        return piece is not None and self.tier.memory.is_complete(piece)
 
     def _key(self, entry: FileEntry) -> Key:
         reads = [(self._places[extent.file], extent.start, extent.nbytes, at) for extent, at in entry.reads]
@@ -73,7 +77,7 @@ class SharedFiles(ModelFiles):
             return values, None, 0
         parts = [(extent, memory[at : at + extent.nbytes]) for extent, at in entry.reads]
         begin = functools.partial(submit_reads, parts, priority)
-        filling = _Filling(self.tier.memory, piece, begin, {extent.file for extent, _ in entry.reads})
+        filling = _Filling(self.tier.memory, piece, begin, _files_of(entry))
         is_ours = filling.advance()
         nbytes = sum(extent.nbytes for extent, _ in entry.reads)
         return values, IoFuture(as_operation(filling)), nbytes if is_ours else 0
@@ -90,10 +94,10 @@ class _Filling(JoinedOperation):
     """
 
     def __init__(
-        self, memory: SharedMemory, piece: int, begin: Callable[[], list[IoFuture]], files: Iterable[WeightFile]
+        self, memory: SharedMemory, piece: int, begin: Callable[[], list[IoFuture]], files: Collection[WeightFile]
     ) -> None:
         super().__init__([], lambda _: None)
-        self._memory, self._piece, self._files = memory, piece, list(files)
+        self._memory, self._piece, self._files = memory, piece, files
         self._begin: Callable[[], list[IoFuture]] | None = begin  # None once it was called, or need not be
         self._deadline = time.monotonic() + _PATIENCE
 
@@ -140,7 +144,13 @@ class _Filling(JoinedOperation):
         super().add_callback(callable)
 
 
-def _end_to_fill(failure: BaseException | None, memory: SharedMemory, piece: int, files: list[WeightFile]) -> None:
+def _files_of(entry: FileEntry) -> set[WeightFile]:
+    return {extent.file for extent, _ in entry.reads}
+
+
+def _end_to_fill(
+    failure: BaseException | None, memory: SharedMemory, piece: int, files: Collection[WeightFile]
+) -> None:
     is_complete = False
     try:
         if failure is None:

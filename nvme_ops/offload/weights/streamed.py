@@ -17,7 +17,7 @@ from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.file import shared_handle
 from nvme_ops.lazy.offloaded import OffloadedTensor
-from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.memory.tier import PooledTier, in_pages, tier_on
 from nvme_ops.offload.budgets import Budgets
 from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.experts.experts import Experts, handle_in_order
@@ -274,15 +274,17 @@ def stream(
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
     host, host_experts = None, None
-    if budgets.host and not fits:
-        host_tier, below = budgets.host_tier(), budgets.host
+    shared = shared_files(files, budgets.host) if not fits and budgets.given != 0 and budgets.shared is None else None
+    host_bytes = 0 if fits else budgets.host() if shared is None else shared.tier.nbytes
+    if host_bytes:
+        host_tier, below = budgets.shared or (PooledTier(host_bytes) if shared is None else shared.tier), host_bytes
         if share:  # what every token uses comes first
             stay = placement([(source, 1.0, source.room) for source in foreseen], left)
             below = min(below, sum(source.room for source in foreseen if source not in stay))
             computing = HostComputing() if compute_on_host else None
-            host_experts = HostExperts(device, host_tier.share(budgets.host - below), computing)
-        shared = shared_files(files, budgets.host) if budgets.shared is None else None
-        host = HostCopies(device, (host_tier if shared is None else shared.tier).share(below), shared)
+            experts_tier = host_tier if shared is None else PooledTier(host_bytes)
+            host_experts = HostExperts(device, experts_tier.share(host_bytes - below), computing)
+        host = HostCopies(device, host_tier.share(below), shared)
     if host is None and (not fits or memory is not None):
         cache = PageCache(sum(file.size for file in files))
         for file in files:
