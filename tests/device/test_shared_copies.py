@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
+import random
 import signal
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +20,39 @@ import pytest
 import torch
 
 from nvme_ops.base import limits
+from nvme_ops.memory import shared_memory
 from nvme_ops.offload import from_pretrained
+from nvme_ops.offload.residency import shared_files
 from tests import prepared
-from tests.conftest import MIB, in_child
+from tests.conftest import MIB, in_child, open_to_all
 from tests.device.kinds import Simulated, on_simulated
 from tests.offload.llama import saved_llama
 
 PROGRAM = """
-    import signal, sys
+    import json, os, signal, sys
     import torch
     from nvme_ops.offload import from_pretrained
+    from tests.conftest import give_up_root
     from tests.doubles import private_device
-    path, result, seconds = sys.argv[1:]
+    path, result, seconds, what, options = sys.argv[1:]
     torch.set_num_threads(1)
     device = private_device()
     tokens = device.tensor(torch.arange(3, 9)[None])
-    budgets = {"device_budget": "2200K", "host_budget": "64M"}
-    with device.computing(), from_pretrained(path, device=device.device(), **budgets) as model:
+    if what == "as nobody":  # who may not be able to import
+        with device.computing(), from_pretrained(path, device=device.device(), **json.loads(options)) as model:
+            model(tokens)
+        give_up_root()
+    if what == "is stopped":
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    with device.computing(), from_pretrained(path, device=device.device(), **json.loads(options)) as model:
+        open(result + ".opened", "w").write(str(os.getpid()))
         signal.setitimer(signal.ITIMER_REAL, float(seconds))  # which kills it
         logits = model(tokens).logits.cpu()
         while float(seconds):
             model(tokens)
         torch.save((logits, model.stats().bytes_read), result)
 """
+BUDGETS = {"device_budget": "2200K", "host_budget": "64M"}
 
 
 @pytest.fixture
@@ -50,8 +64,8 @@ def path(folder: Path) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def opened(device: Simulated, path: Path, host_budget: str = "64M") -> Any:
-    return from_pretrained(path, device=device.device(), device_budget="2200K", host_budget=host_budget)
+def opened(device: Simulated, path: Path, host_budget: Any = "64M", **options: Any) -> Any:
+    return from_pretrained(path, device=device.device(), **{**BUDGETS, "host_budget": host_budget, **options})
 
 
 def logits_of(device: Simulated, model: Any) -> torch.Tensor:
@@ -59,12 +73,16 @@ def logits_of(device: Simulated, model: Any) -> torch.Tensor:
     return logits
 
 
-def other_process(path: Path, seconds: float = 0, share: str = "1") -> tuple[torch.Tensor, int]:
-    """What it computes, and the bytes that it reads; with ``seconds`` it is killed after some."""
+def other_process(
+    path: Path, seconds: float = 0, share: str = "1", what: str = "", **options: Any
+) -> tuple[torch.Tensor, int]:
+    """What it computes, and the bytes that it reads; with ``seconds`` it is killed, or stopped, after some."""
     command, result = textwrap.dedent(PROGRAM), path / "result"
-    words, environment = map(str, (path, result, seconds)), {"NVME_OPS_SHARE_HOST": share}
-    done = prepared.run("-c", command, *words, environment=environment, imported=("transformers", "tests.doubles"))
-    assert done.returncode == (-signal.SIGALRM if seconds else 0), done.stderr
+    words = map(str, (path, result, seconds, what, json.dumps({**BUDGETS, **options})))
+    environment, imported = {"NVME_OPS_SHARE_HOST": share}, ("transformers", "tests.doubles", "tests.conftest")
+    done = prepared.run("-c", command, *words, environment=environment, imported=imported)
+    end = signal.SIGKILL if what == "is stopped" else signal.SIGALRM
+    assert done.returncode == (-end if seconds else 0), done.stderr
     if seconds:
         return torch.empty(0), 0
     logits, bytes_read = torch.load(result)
@@ -110,14 +128,18 @@ def test_nothing_is_shared(device: Simulated, path: Path, why: str) -> None:
 
 
 @on_simulated
-def test_processes_are_killed_at_any_moment(device: Simulated, path: Path) -> None:
-    """Another one goes on from what they have filled until then, and nothing is left in the end."""
+@pytest.mark.parametrize("times", [4, pytest.param(30, marks=pytest.mark.nightly)])
+def test_processes_are_killed_at_any_moment(device: Simulated, path: Path, times: int) -> None:
+    """Another one goes on meanwhile, and then from what they have filled; nothing is left in the end."""
     with device.computing(), opened(device, path, "0") as model:
         wanted = logits_of(device, model)
     del model
-    for seconds in (0.01, 0.03, 0.1, 0.3):
-        with device.computing(), opened(device, path) as model:
-            other_process(path, seconds)
+    for number in range(times):
+        with device.computing(), opened(device, path) as model, ThreadPoolExecutor(1) as pool:
+            killed = pool.submit(other_process, path, 10 ** -random.Random(number).uniform(0.5, 3))
+            while number % 2 and not killed.done():
+                assert torch.equal(logits_of(device, model), wanted)
+            killed.result()
             assert torch.equal(logits_of(device, model), wanted)
             memfd = memfd_of(model)
             assert users_of(memfd) == [str(os.getpid())]
@@ -127,15 +149,50 @@ def test_processes_are_killed_at_any_moment(device: Simulated, path: Path) -> No
 
 
 @on_simulated
-def test_a_forked_child_is_refused(device: Simulated, path: Path) -> None:
+def test_a_process_is_stopped_at_any_moment(device: Simulated, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait a while for what it was reading, and then read it."""
+    monkeypatch.setattr(shared_files, "_PATIENCE", 0.2)
+    monkeypatch.setattr(shared_memory, "_PATIENCE", 0.2)
+    for seconds in (0.003, 0.03):
+        with device.computing(), opened(device, path) as model, ThreadPoolExecutor(1) as pool:
+            other = pool.submit(other_process, path, seconds, what="is stopped")
+            process = ""
+            while not process or "T (stopped)" not in (Path("/proc") / process / "status").read_text():
+                process = process or (said.read_text() if (said := path / "result.opened").exists() else "")
+                time.sleep(0.01)
+            (path / "result.opened").unlink()
+            begin, logits = time.monotonic(), logits_of(device, model)
+            assert time.monotonic() - begin < 20
+            os.kill(int(process), signal.SIGKILL)
+            other.result()
+            assert torch.equal(logits, logits_of(device, model))
+
+
+@on_simulated
+@pytest.mark.parametrize("options", [{"host_budget": "3M"}, {"dtype": "bfloat16", "device_budget": "3200K"}])
+def test_processes_with_other_options_share_what_is_stored(
+    device: Simulated, path: Path, options: dict[str, Any]
+) -> None:
+    wanted, bytes_alone = other_process(path, **options)
+    with device.computing(), opened(device, path) as model:
+        before = logits_of(device, model)
+        logits, bytes_read = other_process(path, **options)
+        assert torch.equal(logits, wanted)
+        assert bytes_read < bytes_alone - 2 * MIB
+        assert torch.equal(logits_of(device, model), before)
+
+
+@on_simulated
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_has_a_copy_of_its_own(device: Simulated, path: Path) -> None:
+    open_to_all(path)
+    for file in path.iterdir():
+        file.chmod(0o644)
     with device.computing(), opened(device, path) as model:
         wanted = logits_of(device, model)
-
-        def use() -> None:
-            with pytest.raises(RuntimeError, match="parent process"):
-                logits_of(device, model)
-
-        in_child(use)
+        logits, bytes_read = other_process(path, what="as nobody")
+        assert torch.equal(logits, wanted)
+        assert bytes_read > 16 * MIB
         assert torch.equal(logits_of(device, model), wanted)
 
 

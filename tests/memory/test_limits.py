@@ -113,3 +113,32 @@ def test_a_save_in_the_background_keeps_to_the_limit(limited: Path, folder: Path
     assert done.returncode != -signal.SIGKILL, "killed for want of memory"
     assert done.returncode == 0, done.stderr
     assert (folder / "state.safetensors").stat().st_size // MIB == 9 * 64
+
+
+def test_processes_that_share_memory_keep_to_the_limit_together(limited: Path) -> None:
+    """All take as much as they get, at the same time: nobody is killed, and an eighth is left to others."""
+    program = """
+    import os, sys
+    open(sys.argv[1], "w").write("0")
+    import torch
+    from nvme_ops.base.limits import free_memory
+    from nvme_ops.memory.shared_memory import SharedTier, key_of, shared_memory
+    before, children = free_memory(), []
+    for number in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            torch.set_num_threads(1)
+            tier, held = SharedTier(4 << 30, shared_memory(sys.argv[1], 4 << 30)), []
+            share = tier.share()
+            while (memory := tier.allocate_for(key_of(number, len(held)), 16 << 20, share)) is not None:
+                held.append(memory.fill_(number + 1))
+            assert all(int(memory.min()) == int(memory.max()) == number + 1 for memory in held)
+            os._exit(len(held))
+    counts = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(*counts, before)
+    """
+    done = run_python(program, limited, check=False)
+    assert done.returncode == 0, done.stderr
+    *counts, before = map(int, done.stdout.split())
+    assert min(counts) > 0, "killed for want of memory"
+    assert sum(counts) * 16 * MIB <= before * 7 // 8

@@ -6,6 +6,7 @@ That they do so when one of them is killed is seen in ``tests/device/test_shared
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import os
@@ -13,8 +14,11 @@ import random
 import resource
 import signal
 import socket
+import sys
+import textwrap
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,9 +26,9 @@ import torch
 
 from nvme_ops.memory import shared_memory as module
 from nvme_ops.memory.shared_memory import SharedMemory, SharedTier, key_of, shared_memory
-from tests.conftest import KIB, MIB, in_child, limited
+from tests.conftest import KIB, MIB, give_up_root, in_child, limited, with_mounts
 from tests.device.kinds import on_a_gpu
-from tests.doubles.cuda import FakeCuda
+from tests.doubles.cuda import REFUSED, FakeCuda
 from tests.moments import Interrupt, numbers
 
 ONE, TWO = key_of("one"), key_of("two")
@@ -190,6 +194,27 @@ def test_processes_that_stand_still_are_no_reason_to_wait(what: str, monkeypatch
     other.get(ONE)
 
 
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_a_process_is_stopped_while_it_has_the_lock(what: str, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    process = Process(what)
+    child = os.fork()
+    if child == 0:
+        opened(what).locked(os.kill, os.getpid(), signal.SIGSTOP)
+        signal.pause()
+    try:
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        begin = time.monotonic()
+        assert process.tier.allocate_for(ONE, MIB, process.share) is None
+        assert time.monotonic() - begin < 2, "it waits no longer than that"
+        os.kill(child, end)
+        monkeypatch.setattr(module, "_PATIENCE", 60.0)
+        process.get(ONE)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_ctrl_c_at_any_moment_keeps_nothing_and_holds_nobody_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what takes memory, from a piece of other bytes or anew, and gives it up."""
     monkeypatch.setattr(module, "free_memory", lambda: 64 * MIB)  # in whose generators it would be ignored
@@ -230,6 +255,32 @@ def test_there_is_none(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared_memory(what, 64 * MIB) is not None
 
 
+@pytest.mark.parametrize("left", range(8))
+def test_there_are_few_descriptors(what: str, left: int) -> None:
+    """Then there is no shared memory, but never a second one."""
+    one = opened(what)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    with limited(resource.RLIMIT_NOFILE, highest + left):
+        other = shared_memory(what, 64 * MIB)
+    if other is None:
+        assert left < 7
+        assert len(memfds(what)) == 1
+    else:
+        assert os.path.sameopenfile(one._fd, other._fd)
+
+
+def test_dev_shm_is_not_used() -> None:
+    program = """
+        import os
+        from nvme_ops.memory.shared_memory import SharedTier, key_of, shared_memory
+        tier = SharedTier(8 << 20, shared_memory(os.getpid(), 8 << 20))
+        memory = tier.allocate_for(key_of("one"), 8 << 20, tier.share())
+        print(int(memory.fill_(1).sum()), os.statvfs("/dev/shm").f_blocks)
+    """
+    mounts = "mount -t tmpfs -o size=4k none /dev/shm"
+    assert with_mounts(mounts, sys.executable, "-c", textwrap.dedent(program)).split() == [str(8 * MIB), "1"]
+
+
 def test_other_bytes_have_other_memory(what: str) -> None:
     process, other = Process(what), Process(what + "changed")
     memory = process.fill(ONE, 1)
@@ -253,6 +304,26 @@ def test_a_memfd_that_cannot_be_trusted_is_not_taken(what: str, trouble: str) ->
     with open(fd) as file:
         memory = opened(what)
         assert os.fstat(memory._fd).st_ino != os.fstat(file.fileno()).st_ino
+
+
+@as_root
+def test_another_user_has_another_and_comes_by_no_bytes(what: str) -> None:
+    one = Process(what)
+    memory, there = one.fill(ONE, 1), f"/proc/{os.getpid()}"
+    places = [f"{there}/fd/{one.memory._fd}", f"{there}/mem", f"{there}/map_files"]
+
+    def use() -> None:
+        give_up_root()
+        process = Process(what)
+        assert not process.is_complete(process.get(ONE))
+        process.fill(ONE, 2)
+        for place in places:
+            with pytest.raises(PermissionError):
+                os.open(place, os.O_RDONLY)
+
+    in_child(use)
+    assert int(memory.max()) == 1
+    assert one.memory.bytes_complete() == MIB
 
 
 def test_it_cannot_be_truncated_by_others(what: str) -> None:
@@ -294,6 +365,29 @@ def test_a_gpu_uses_no_memory_that_was_given_up(what: str) -> None:
         assert cuda.registered == {}
         assert taken(process) == 0
         assert cuda.violations == []
+
+
+def test_the_limit_of_locked_memory_is_reached(what: str) -> None:
+    """What is not registered is used all the same, and that is said once."""
+
+    class Locking(FakeCuda):
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            refused = module._libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+            return self._returned(REFUSED) if refused else super().cudaHostRegister(address, nbytes, flags)
+
+    def use() -> None:
+        give_up_root()
+        with limited(resource.RLIMIT_MEMLOCK, 2 * MIB), Locking().there() as cuda:
+            process = Process(what)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("default")
+                held = [process.fill(key_of(number), number) for number in range(5)]
+            assert [cuda.has(memory) for memory in held] == [True, *[False] * 4], "the first page is registered, too"
+            assert [int(memory.max()) for memory in held] == list(range(5))
+            assert len(said) == 1
+            assert "ulimit -l unlimited" in str(said[0].message)
+
+    in_child(use)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])

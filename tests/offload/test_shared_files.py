@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from nvme_ops.offload.residency import shared_files as module
 from nvme_ops.offload.residency.files import FileEntry
 from nvme_ops.offload.residency.shared_files import SharedFiles, shared_files
 from nvme_ops.storage.source import FileExtent, WeightFile
-from tests.conftest import MIB, pattern, store
+from tests.conftest import MIB, contents, pattern, store
 
 SIZE = 3 * MIB
 
@@ -29,9 +30,9 @@ def path(folder: Path) -> Path:
 class Process:
     """As much as a process has of a model of one weight."""
 
-    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
-        self.file = WeightFile(os.open(path, flags), str(path), shared_handle())
-        shared = shared_files([self.file], lambda _: 8 * MIB)
+    def __init__(self, path: Path, flags: int = os.O_RDONLY, more: Sequence[Path] = ()) -> None:
+        self.file, *others = (WeightFile(os.open(file, flags), str(file), shared_handle()) for file in [path, *more])
+        shared = shared_files([self.file, *others], lambda _: 8 * MIB)
         assert isinstance(shared, SharedFiles)
         self.files, self.share = shared, shared.tier.share()
         self.entry = FileEntry([(FileExtent(self.file, 0, SIZE), 0)], SIZE)
@@ -128,6 +129,32 @@ def test_one_that_waits_and_is_dropped_holds_nothing(path: Path) -> None:
     del values, waiting
     assert other.share.bytes_in_use == 0
     del memory
+
+
+@pytest.mark.parametrize("what", ["replaced", "cut", "written", "another shard"])
+def test_other_files_are_not_shared(path: Path, folder: Path, what: str) -> None:
+    one = Process(path)
+    _, reading, _ = one.read()
+    assert reading is not None
+    reading.result()
+    assert Process(path).has_it()
+    if what == "replaced":
+        os.replace(store(folder / "new", pattern(SIZE)), path)
+    elif what == "cut":
+        os.truncate(path, SIZE - 1)
+        os.truncate(path, SIZE)
+    elif what == "written":
+        with path.open("r+b") as file:
+            file.write(b"0")
+    more = [store(folder / "shard", pattern(SIZE))] if what == "another shard" else []
+    other = Process(path, more=more)
+    assert not other.has_it()
+    values, reading, nbytes = other.read()
+    assert reading is not None
+    assert nbytes == reading.result() == SIZE
+    assert torch.equal(values, contents(path))
+    assert other.has_it()
+    assert what != "another shard" or one.has_it()
 
 
 def test_files_that_may_be_written_to_are_not_shared(path: Path) -> None:
