@@ -119,9 +119,38 @@ def test_threads_with_streams_of_their_own(device: Simulated, folder: Path) -> N
 
 
 @on_simulated
+@pytest.mark.parametrize("below", [128, 40])
+def test_what_has_sunk_another_process_need_not_read(device: Simulated, folder: Path, below: int) -> None:
+    """Two openings are as two processes. With less room than for all it is slower, but right."""
+    one, other = (opened(device, folder, below, shared=True) for _ in range(2))
+    with device.computing():
+        for seed in range(3):
+            with device.in_random_order(seed), device.on():
+                for step in steps(seed=seed):
+                    one.use(*step)
+        for layers in (other, one, other):
+            for step in steps(seed=4):
+                layers.use(*step)
+    stats = other.experts.stats()
+    assert stats.bytes_in_host <= below * SIZE
+    assert stats.bytes_from_host > 0
+    if below == 128:
+        assert stats.bytes_read <= 41 * SIZE, "those that have never sunk"
+        assert stats.bytes_to_host <= 41 * SIZE
+        assert other.shared is not None
+        assert other.shared.tier.memory.bytes_complete() <= 128 * SIZE
+    one.experts.close()
+    assert other.use(0, [1, 2, 3]) <= 3
+    other.experts.close()
+
+
+@on_simulated
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("what", ["queue", "record"])
-def test_an_expert_whose_copy_is_refused_is_read_again(device: Simulated, folder: Path, what: str) -> None:
-    layers, done, events = opened(device, folder, 50), 0, device.now.events
+def test_an_expert_whose_copy_is_refused_is_read_again(
+    device: Simulated, folder: Path, what: str, shared: bool
+) -> None:
+    layers, done, events = opened(device, folder, 50, shared=shared), 0, device.now.events
     with device.computing():
         for number, step in enumerate(steps(200)):
             with contextlib.suppress(RuntimeError):  # where it is the copy to the accelerator: an error of its step

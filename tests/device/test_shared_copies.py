@@ -27,6 +27,7 @@ from tests import prepared
 from tests.conftest import MIB, in_child, open_to_all
 from tests.device.kinds import Simulated, on_simulated
 from tests.offload.llama import saved_llama
+from tests.offload.models import nbytes, saved
 
 PROGRAM = """
     import json, os, signal, sys
@@ -216,3 +217,38 @@ def test_what_others_have_read_counts_as_free(
         monkeypatch.setenv("NVME_OPS_SHARE_HOST", "0")
         with pytest.warns(UserWarning, match="7 MiB are used"):
             opened(device, path, "25M").close()
+
+
+@on_simulated
+def test_experts_are_shared_where_there_is_room_for_all(device: Simulated, folder: Path) -> None:
+    path, kind = saved(folder, "Qwen3Moe")
+    tokens = torch.tensor([[1, 2, 3]])
+    plain = kind.from_pretrained(path, experts_implementation="eager").eval()
+    wanted = plain.generate(tokens, max_new_tokens=6, do_sample=False)
+    size = nbytes(plain)
+    for host_budget, is_shared in ((2 * size, True), (size // 4, False)):
+        read = []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(device.computing())
+            for _ in range(3):
+                model = stack.enter_context(opened(device, path, host_budget, device_budget=size // 2))
+                for _ in range(2):
+                    said = model.generate(device.tensor(tokens), max_new_tokens=6, do_sample=False)
+                    assert torch.equal(said.cpu(), wanted)
+                read.append(model.stats().bytes_read)
+            memory = model._nvme_window._host._shared.tier.memory
+            assert os.fstat(memory._fd).st_blocks * 512 < 1.1 * size
+        assert (max(read[1:]) < read[0] // 8) == is_shared
+
+
+@on_simulated
+def test_a_forked_child_is_refused(device: Simulated, path: Path) -> None:
+    with device.computing(), opened(device, path) as model:
+        wanted = logits_of(device, model)
+
+        def use() -> None:
+            with pytest.raises(RuntimeError, match="parent process"):
+                logits_of(device, model)
+
+        in_child(use)
+        assert torch.equal(logits_of(device, model), wanted)

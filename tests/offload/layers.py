@@ -15,6 +15,7 @@ from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.experts.experts import Experts
 from nvme_ops.offload.experts.host_experts import HostExperts
 from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.offload.residency.shared_files import shared_files
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from tests.conftest import KIB, pattern
@@ -35,16 +36,20 @@ class Layers:
         handle: Any = None,
         device: torch.device | None = None,
         below: int = 0,
+        shared: bool = False,
     ) -> None:
         self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
-        self.path.write_bytes(self.data.numpy().tobytes())
+        if not self.path.exists():
+            self.path.write_bytes(self.data.numpy().tobytes())
         file = WeightFile(open_to_read(str(self.path)), str(self.path), handle or aio_handle())
         starts = range(0, layers * count * SIZE, HALF)
         parts = [Source([FileExtent(file, start, HALF)], torch.uint8, (HALF,)) for start in starts]
         pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
         device = device or torch.device("cpu")
-        host = HostExperts(device, PooledTier(below * SIZE).share()) if below else None
+        self.shared = shared_files([file], lambda _: below * SIZE) if shared else None
+        tier = PooledTier(below * SIZE) if self.shared is None else self.shared.tier
+        host = HostExperts(device, tier.share(), shared=self.shared) if below else None
         self.experts = Experts(
             Residency(), tier_on(device, room * SIZE).share(), experts_of(self.sources, device), host
         )

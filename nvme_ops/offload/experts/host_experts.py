@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -17,6 +19,8 @@ from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.residency.files import FileEntry
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.policy import Read
+from nvme_ops.offload.residency.shared_files import SharedFiles
+from nvme_ops.storage.joined import JoinedOperation
 
 
 class _Sunk(FileEntry):
@@ -30,20 +34,28 @@ class _Sunk(FileEntry):
 class _Accelerator:
     """The backing of what sinks: it comes from the accelerator."""
 
-    def __init__(self, device: torch.device, copying: dict[FileEntry, Copy]) -> None:
-        self.stream, self._copying = CopyStream(device), copying
+    def __init__(self, device: torch.device, copying: dict[FileEntry, Copy], shared: SharedFiles | None) -> None:
+        self.stream, self._copying, self._shared = CopyStream(device), copying, shared
+        self.filling: dict[FileEntry, JoinedOperation] = {}  #: until other processes have it, too
 
     def read(self, sunk: _Sunk, memory: torch.Tensor, priority: Priority) -> Read:
-        """Starts to copy an expert to host memory, after what computes it."""
+        """Starts to copy an expert to host memory, after what computes it, unless another process has done so."""
         del priority
         values, source = memory.detach(), sunk.expert.memory
         sunk.own_tensors = tensors_over(values)
-        if source is None:
-            raise RuntimeError("an expert has left the accelerator before it could sink")
         if (queued := sunk.expert.queued) is not None:
             queued.before(self.stream.stream.device)
-        self._copying[sunk] = copying = Copy(self.stream)
+        copying = Copy(self.stream)
+        if self._shared is not None:
+            if (filling := self._shared.filling(sunk, memory, copying.future())) is None:
+                return values, None, 0
+            self.filling[sunk] = filling
+        if source is None:
+            raise RuntimeError("an expert has left the accelerator before it could sink")
+        self._copying[sunk] = copying
         copying.begin((memory, source))
+        if sunk in self.filling:
+            self.filling[sunk].trouble = None
         return values, None, 0
 
 
@@ -53,18 +65,27 @@ class HostExperts(HostCopies):
     One that has risen has its copy here until another one needs the memory, so that it may leave the accelerator again
     without being copied; those copies leave first.
 
+    They are ``shared`` where there is room for all: registering memory for others takes as long as reading these.
+
     Args:
         device: the accelerator.
         share: host memory.
         computing: decides which of them are computed with here; None: none.
+        shared: the same memory, if other processes have it, too.
     """
 
     name = "experts in host memory"
 
-    def __init__(self, device: torch.device, share: Share, computing: HostComputing | None = None) -> None:
-        super().__init__(device, share)
+    def __init__(
+        self,
+        device: torch.device,
+        share: Share,
+        computing: HostComputing | None = None,
+        shared: SharedFiles | None = None,
+    ) -> None:
+        super().__init__(device, share, shared)
         self.computing = computing
-        self.backing = sinking = _Accelerator(device, self._copying)
+        self.backing = sinking = _Accelerator(device, self._copying, shared)
         self.streams.append(sinking.stream)
         self._risen: dict[FileEntry, None] = {}  # here and on the accelerator, those that rose first in front
         self._order: list[tuple[float, int, _Sunk]] = []  # a heap; stale where an expert has risen or left
@@ -77,6 +98,8 @@ class HostExperts(HostCopies):
         It may be dropped instead, if there is no memory for it here. Raises RuntimeError if the copy cannot be queued.
         """
         with self.lock:
+            for earlier in [earlier for earlier, filling in self.backing.filling.items() if filling.done()]:
+                self.backing.filling.pop(earlier).exception()
             sunk = self._copies.get(expert)
             if not isinstance(sunk, _Sunk):
                 sunk, self._worth = _Sunk(expert), expert.worth
@@ -87,7 +110,7 @@ class HostExperts(HostCopies):
                     self.discard(sunk)  # waits for what was queued
                     raise
                 self._copies[expert] = sunk
-                self.counts.bytes_to_host += expert.nbytes
+                self.counts.bytes_to_host += expert.nbytes if sunk in self._copying else 0
             self._risen.pop(sunk, None)
             self._offer(sunk)
             copying = self._copying.get(sunk)
@@ -116,6 +139,9 @@ class HostExperts(HostCopies):
     def read(self, entry: FileEntry, memory: torch.Tensor, priority: Priority) -> Read:
         """Starts to fill an expert's memory on the accelerator, from here or from its files; see ``Backing``."""
         with self.lock:
+            if (shared := self._shared) is not None and entry not in self._copies and shared.has(entry):
+                with contextlib.suppress(RuntimeError):  # it is no longer there
+                    self.sink(cast("Expert", entry))
             if (sunk := self._copies.get(entry)) is not None and (copying := self._copying.get(sunk)) is not None:
                 copying.before(memory.device)  # it may be sinking still
             begin = time.perf_counter()
@@ -159,6 +185,9 @@ class HostExperts(HostCopies):
 
     def discard(self, entry: FileEntry) -> None:
         """Drops an expert."""
+        if (filling := self.backing.filling.get(entry)) is not None:
+            filling.wait(None)
+            self.backing.filling.pop(entry).exception()
         super().discard(entry)
         self._risen.pop(entry, None)
         if isinstance(entry, _Sunk) and self._copies.get(entry.expert) is entry:

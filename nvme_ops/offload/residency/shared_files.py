@@ -60,6 +60,18 @@ class SharedFiles(ModelFiles):
         piece = self.tier.memory.piece_of(self._key(entry))
         return piece is not None and self.tier.memory.is_complete(piece)
 
+    def filling(self, entry: FileEntry, memory: torch.Tensor, transfer: IoFuture) -> JoinedOperation | None:
+        """Returns what tells others of an entry at the end of a transfer, which is to begin now; None if they have it.
+
+        It has failed until its ``trouble`` is set to None.
+        """
+        piece, pieces = self.tier.piece_of(memory), self.tier.memory
+        if piece is None or pieces.is_complete(piece) or not pieces.begin_to_fill(piece, anyhow=True):
+            return None
+        operation = JoinedOperation([transfer], _end_to_fill, pieces, piece, _files_of(entry))
+        operation.trouble = RuntimeError("the transfer was not begun")
+        return operation
+
     def _key(self, entry: FileEntry) -> Key:
         reads = [(self._places[extent.file], extent.start, extent.nbytes, at) for extent, at in entry.reads]
         return key_of(entry.nbytes, reads)

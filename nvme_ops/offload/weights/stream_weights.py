@@ -57,7 +57,8 @@ def stream_weights(
         model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
 
     The same model is returned, in eval mode, with ``stats()`` and ``close()``, and is a context manager. The files are
-    removed when it is closed, at the latest when the program ends. If anything fails, the model is as it was.
+    removed when it is closed, at the latest when the program ends. If anything fails, the model is as it was. They are
+    of this process alone, whatever the folder: to have one copy in several, save the model and use ``from_pretrained``.
 
     Streamed weights take no gradient. If most of the parameters, by bytes, take none already, as after
     ``peft.get_peft_model``, the others stay as they are, in memory and trainable, and the model stays in its mode. A

@@ -282,8 +282,9 @@ def stream(
             stay = placement([(source, 1.0, source.room) for source in foreseen], left)
             below = min(below, sum(source.room for source in foreseen if source not in stay))
             computing = HostComputing() if compute_on_host else None
-            experts_tier = host_tier if shared is None else PooledTier(host_bytes)
-            host_experts = HostExperts(device, experts_tier.share(host_bytes - below), computing)
+            in_common = shared if sum(expert_sizes) <= host_bytes - below else None
+            tier_below = host_tier if in_common is shared else PooledTier(host_bytes)
+            host_experts = HostExperts(device, tier_below.share(host_bytes - below), computing, in_common)
         host = HostCopies(device, host_tier.share(below), shared)
     if host is None and (not fits or memory is not None):
         cache = PageCache(sum(file.size for file in files))
