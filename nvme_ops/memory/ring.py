@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _Item = TypeVar("_Item")
+_READS = 2  # in flight of ``update``: they share the rate of storage, so more would delay the one that is needed first
 
 
 class Lender(Protocol):
@@ -261,8 +262,9 @@ class Ring:
     ) -> Generator[tuple[_Item, torch.Tensor], None, None]:
         """Yields each item with a buffer that ``read`` has filled, and writes it when the next one is requested.
 
-        The reads of the next items and the writes of the previous ones are in flight meanwhile. Close the generator, or
-        exhaust it: only then has everything ended.
+        The reads of the next two items and the writes of the previous ones are in flight meanwhile, so that both
+        directions of storage are at work from the first item to the last. Close the generator, or exhaust it: only then
+        has everything ended.
 
         Args:
             items: of any kind.
@@ -275,7 +277,9 @@ class Ring:
 
         Raises the failures of reads and writes.
         """
+        source = iter(items)
         reading: deque[tuple[_Item, torch.Tensor | None, IoFuture | None]] = deque()
+        in_flight: deque[IoFuture] = deque()  # reads
         writing: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
 
         def end(place: int = 0) -> None:
@@ -287,6 +291,23 @@ class Ring:
             if failure is not None:
                 raise failure
 
+        def read_ahead() -> None:
+            while self._depth - len(free) - len(writing) <= ahead:
+                while in_flight and in_flight[0].done():
+                    in_flight.popleft()
+                if len(in_flight) == _READS or (item := next(source, None)) is None:
+                    return
+                if in_memory(item) and self._depth > 2:  # with two, both could be read before its turn
+                    reading.append((item, None, None))
+                    continue
+                while not free:
+                    end()
+                buffer = free.popleft()
+                transfer = self._submit(read, item, buffer)
+                reading.append((item, buffer, transfer))
+                if transfer:
+                    in_flight.append(transfer)
+
         def use_oldest() -> Iterator[tuple[_Item, torch.Tensor]]:
             item, buffer, transfer = reading[0]
             if buffer is None:
@@ -297,6 +318,7 @@ class Ring:
                 reading[0] = item, buffer, transfer
             if transfer:
                 transfer.result()
+            read_ahead()
             reading.popleft()
             try:
                 yield item, buffer
@@ -312,25 +334,16 @@ class Ring:
         if self._pool is None:
             self._buffers += [self._new_buffer() for _ in range(len(self._buffers), self._depth)]
         free = deque(self._buffers)  # the others are being read or written
-        ahead = self._depth // 2  # as many reads in flight while an item is used, and about as many writes
+        ahead = self._depth // 2  # as many that are read while an item is used, and about as many that are written
         try:
-            for item in items:
-                if in_memory(item) and self._depth > 2:  # with two, both could be read before its turn
-                    reading.append((item, None, None))
-                    continue
-                while self._depth - len(free) - len(writing) > ahead:
+            while True:
+                read_ahead()
+                if reading:
                     yield from use_oldest()
-                while not free:
-                    if writing:
-                        end()
-                    else:
-                        yield from use_oldest()
-                buffer = free.popleft()
-                reading.append((item, buffer, self._submit(read, item, buffer)))
-            while reading:
-                yield from use_oldest()
-            while writing:
-                end()
+                elif writing:
+                    end()
+                else:
+                    break
         finally:
             for _, _, transfer in reading:
                 if transfer:

@@ -273,6 +273,18 @@ def test_reads_and_writes_are_in_flight_while_one_is_used(folder: Path) -> None:
         assert ("ended", 3) not in file.events
 
 
+def test_few_are_read_at_once_so_that_the_first_comes_soon(folder: Path) -> None:
+    handle = Faulty("read", "hold", range(2, COUNT + 1))
+    file = File(folder, handle)
+    with contextlib.closing(
+        Ring(None, buffer=SMALL, depth=8).update(range(COUNT), file.read, file.write, file.ended)
+    ) as updates:
+        next(updates)
+        assert file.events == [("read", 0), ("read", 1), ("read", 2)]
+        handle.go.set()
+        assert len(list(updates)) == COUNT - 1
+
+
 @pytest.mark.parametrize("depth", [1, 5])
 def test_a_program_that_stops_leaves_nothing_under_way(folder: Path, depth: int) -> None:
     file = File(folder)

@@ -293,8 +293,8 @@ class States(Usable):
             buffer[: chunk.nbytes].copy_(held)
         if held is not None or slot is None or not chunk.nbytes:
             return None
-        self.stats.bytes_read += chunk.nbytes
-        return self._store.get(key_of(chunk.number, slot), buffer[: chunk.nbytes], priority=Priority.PREFETCH)
+        self.stats.bytes_read += chunk.nbytes  # no more urgent than writes, which would wait for all reads otherwise
+        return self._store.get(key_of(chunk.number, slot), buffer[: chunk.nbytes], priority=Priority.WRITEBACK)
 
     def _write(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
         if not chunk.updated:
