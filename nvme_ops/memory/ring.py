@@ -63,6 +63,7 @@ class Ring:
         depth: the number of buffers.
         pinned: without a pool, whether the memory is page-locked, for copies to and from an accelerator.
         priority: of the transfers.
+        patience: seconds to wait for the pool's first buffer; without limit when None.
 
     Raises:
         MemoryError: the buffers would be smaller than two pages.
@@ -76,8 +77,9 @@ class Ring:
         depth: int = RING_DEPTH,
         pinned: bool = False,
         priority: Priority = Priority.DEMAND,
+        patience: float | None = None,
     ) -> None:
-        self._pool, self._most, self._depth, self._priority = pool, depth, depth, priority
+        self._pool, self._most, self._depth, self._priority, self._patience = pool, depth, depth, priority, patience
         self._pinned = pinned and can_pin()
         self._size = buffer or (PIECE + PAGE if pool is None and not self._pinned else PIECE)
         if pool is not None:
@@ -157,7 +159,7 @@ class Ring:
         if self._pool is None or len(self._buffers) == self._depth:
             return
         if not self._leases:
-            self._leases.append(self._pool.lease(self._size))
+            self._leases.append(self._pool.lease(self._size, self._patience))
         with suppress(TimeoutError, MemoryError):
             while len(self._leases) < self._depth:
                 self._leases.append(self._pool.lease(self._size, timeout=0))

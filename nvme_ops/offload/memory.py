@@ -12,12 +12,15 @@ from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
+from nvme_ops.memory.pool import AwaitedPool
 from nvme_ops.memory.tier import PooledTier, Share, Tier, in_pages, tier_on
 from nvme_ops.offload.residency.entry import Entry
+from nvme_ops.offload.residency.placement import room_beside_buffers
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
 
 _STEP = 64  # parts of the memory in which a share grows
+_PASSING = 16  # parts of host memory, one of which is for buffers of those who could not work without
 
 
 class _Outside(Policy[Entry]):
@@ -47,7 +50,8 @@ class Memory(Usable):
 
     Keys and values, and what autograd saves, come first, as they would have to be written as well: weights, parameters
     and gradients give way to them while there are more of them, and come back. So they do for the buffers of an
-    optimizer's step. It belongs to the device of its first user, and is freed with the last one.
+    optimizer's step. It belongs to the device of its first user, and is freed with the last one. Of an accelerator, an
+    optimizer takes host memory only: a sixteenth of it, at most 256 MiB, is kept for its states on their way.
 
     Args:
         nbytes: bytes, or a size such as ``"20G"``.
@@ -73,8 +77,12 @@ class Memory(Usable):
         self.nbytes = bytes_of(name, given) // PAGE * PAGE  #: bytes, in whole pages
         if not self.nbytes:
             raise ValueError(f"{name} must be at least {PAGE}, a page")
-        self._is_of_accelerator = device is not None or host is not None
-        self.host = None if host is None else PooledTier(host_bytes(host))  #: below an accelerator
+        self.is_of_accelerator = device is not None or host is not None
+        below = 0 if host is None else host_bytes(host)
+        buffers = below // _PASSING
+        buffers -= room_beside_buffers(buffers)
+        self.host = None if host is None else PooledTier(below - buffers)  #: below an accelerator
+        self.host_buffers = AwaitedPool(max(1, buffers))  #: beside that, for what only passes through
         self.residency = Residency()
         self._tier: Tier | None = None
         self._lender: _Outside  # has what users take besides their shares
@@ -88,7 +96,7 @@ class Memory(Usable):
             RuntimeError: in a forked child.
         """
         self.require_open()
-        if device.type == "cpu" and self._is_of_accelerator:
+        if device.type == "cpu" and self.is_of_accelerator:
             raise ValueError("this Memory is memory of an accelerator, and memory of cpu is needed: make one for each")
         with self.residency.lock:
             if self._tier is None:

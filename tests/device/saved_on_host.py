@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nvme_ops.base.text import parse_size
-from nvme_ops.offload import NvmeOptimizer, save_on_nvme
+from nvme_ops.offload import Memory, NvmeOptimizer, save_on_nvme, swap_params
 from tests.doubles import private_device
 from tests.offload.training import make_small_chunks, states
 
@@ -119,3 +119,48 @@ def step_on(device: torch.device, folder: str) -> None:
         assert 1 << 20 < stats.bytes_in_host < stats.bytes_stored
         for mine, wanted in zip([*there, *states(ours)], [*usual, *states(plain)], strict=True):
             assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
+
+
+def shared(folder: str, seeds: str) -> None:
+    """Parameters, saved tensors and states take the host memory of one Memory, with the bits of torch."""
+    make_small_chunks()
+    device = private_device()
+    for seed in range(int(seeds)):
+        with device.left_as_found(), device.computing(), device.in_random_order(seed):
+            train_in_one_memory(device.device(), folder)
+
+
+def train_in_one_memory(device: torch.device, folder: str) -> None:
+    """Others have nearly all of the host memory at first, and leave it to the states then."""
+    memory = Memory(device="3M", host="16M")
+    assert memory.host is not None
+    usual, model = network().to(device), network().to(device)
+    swapped = swap_params(model, folder, memory=memory, min_bytes="64K")
+    saving = save_on_nvme(folder, memory=memory, min_bytes="64K")
+    plain = torch.optim.AdamW(usual.parameters(), foreach=False)
+    others = [memory.host.share().allocate(6 << 20) for _ in range(2)]
+    seen = []
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory=memory, foreach=False) as ours:
+        for number in range(5):
+            given = torch.linspace(-1, number, 256, device=device).repeat(256, 1)
+            with saving:
+                loss = model(given).square().mean()
+            loss.backward()
+            usual(given).square().mean().backward()
+            for optimizer in (plain, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append((ours.stats().bytes_in_host, ours.stats().bytes_read, ours.stats().bytes_written))
+            users = ours.stats(), swapped.stats(), saving.stats()
+            assert sum(stats.bytes_in_host for stats in users) + sum(other.nbytes for other in others) <= 15 << 20
+            if number == 1:
+                others.clear()
+        assert users[0].peak_bytes <= 16 << 20
+        for mine, wanted in zip([*model.parameters(), *states(ours)], [*usual.parameters(), *states(plain)], strict=True):
+            assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
+    whole = 2 * sum(param.nbytes for param in usual.parameters())
+    assert seen[0][0] < whole / 2 < seen[1][1]
+    assert seen[3][0] >= whole
+    assert seen[4][1:] == seen[3][1:]
+    swapped.close()
+    saving.close()

@@ -14,7 +14,7 @@ import torch
 from nvme_ops.offload import save_on_nvme
 from tests.conftest import run_python
 from tests.device.kinds import on_a_gpu
-from tests.device.saved_on_host import gradient_of, network, step_on
+from tests.device.saved_on_host import gradient_of, network, step_on, train_in_one_memory
 from tests.offload.training import make_small_chunks
 
 SAVING = "import sys; from tests.device import saved_on_host; getattr(saved_on_host, sys.argv[1])(*sys.argv[2:])"
@@ -32,14 +32,16 @@ def test_graphs_and_tensors_that_go_while_copies_are_queued(folder: Path, what: 
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(100, marks=pytest.mark.nightly)])
-def test_states_are_right_in_any_order_of_work(folder: Path, seeds: int) -> None:
-    run_python(SAVING, "stepped", folder, seeds)
+@pytest.mark.parametrize("what", ["stepped", "shared"])
+def test_states_are_right_in_any_order_of_work(folder: Path, what: str, seeds: int) -> None:
+    run_python(SAVING, what, folder, seeds)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])
 def test_states_on_a_gpu(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_small_chunks(monkeypatch.setattr)
     step_on(torch.device(device), str(folder))
+    train_in_one_memory(torch.device(device), str(folder))
 
 
 @pytest.mark.parametrize("host_budget", [pytest.param(budget, marks=on_a_gpu) for budget in ("0", "1200K", "64M")])

@@ -95,7 +95,7 @@ def test_a_memory_may_have_host_memory_that_all_share() -> None:
     memory = Memory(device="1G", host="2G")
     weights, params = given(GPU, memory=memory), given(GPU, memory=memory)
     assert weights == Budgets(memory, shared=memory.host)
-    assert weights.host() == 2 * GIB
+    assert weights.host() == 2 * GIB * 15 // 16
     assert weights.host_tier() is params.host_tier() is memory.host
     with pytest.raises(TypeError, match="has host memory already"):
         given(GPU, memory=memory, host_budget="1G")

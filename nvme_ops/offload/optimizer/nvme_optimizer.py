@@ -47,7 +47,7 @@ from nvme_ops.offload.optimizer.chunks import (
 )
 from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.records import session_name, warn_of_others
-from nvme_ops.offload.optimizer.states import OptimizerStats, States
+from nvme_ops.offload.optimizer.states import OptimizerStats, States, buffers_of
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.parameters.gradients import require_one_rank
 
@@ -118,8 +118,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             accelerator: always the same part, which a step neither reads nor writes. With ``reuse`` it is still
             written, as a killed program would lose it.
         memory_budget: another name for it.
-        memory: in place of a budget of its own, one that is shared with others, for states on their way; a step takes
-            at most a quarter of it.
+        memory: in place of a budget of its own, one that is shared with others. A step takes at most a quarter of it,
+            for states on their way. For parameters on an accelerator it is its ``Memory(device=, host=)``, whose host
+            memory has these states, and holds others as far as it has room.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
             Elements of the parameter that the program has changed since are taken from the parameter.
         reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
@@ -184,12 +185,14 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         pinned = any(parameter.device.type != "cpu" for parameter in self._parameters())
         if pinned and host_budget is not None:
             host_budget = host_bytes(host_budget)
+        if pinned and isinstance(memory, Memory) and memory.is_of_accelerator and memory.host is None:
+            memory = None  # each has a host_budget of its own
         given = budgets_of(torch.device("cpu"), memory_budget, memory, None, host_budget, default="256M", least=0).own
         if isinstance(given, int):
-            what, budget = "memory_budget" if host_budget is None else "host_budget", given
+            what = "memory_budget" if host_budget is None else "host_budget"
         else:
-            what, budget = "a quarter of memory", given.nbytes // 4
-        if budget < MIN_BUDGET:
+            what = "a quarter of memory" if given.host is None else "a sixteenth of Memory(host=)"
+        if (budget := buffers_of(given)[1]) < MIN_BUDGET:
             raise ValueError(f"{what} must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         with contextlib.ExitStack() as undo:
             self._states = States(

@@ -31,19 +31,28 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.memory.ring import Ring
+from nvme_ops.memory.tier import Share
 from nvme_ops.memory.torch_memory import large_tensors_pooled
 from nvme_ops.offload.memory import Buffers, Memory
 from nvme_ops.offload.optimizer.chunks import IN_MEMORY, NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
 from nvme_ops.offload.residency.account import Account, rate_of_folders
 from nvme_ops.offload.residency.placement import IN_FLIGHT, room_beside_buffers, worth_keeping
-from nvme_ops.offload.residency.policy import Stats
+from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 
 _BUFFER = IN_FLIGHT  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
 _BUFFERS = 4
 _SLOTS = 2  # places of a chunk's states
+
+
+def buffers_of(given: int | Memory) -> tuple[int, int]:
+    """Returns the bytes of a budget for states that stay, as far as they are known yet, and those for buffers."""
+    if isinstance(given, int):
+        return (room := room_beside_buffers(given, _BUFFER)), given - room
+    return 0, given.nbytes // _BUFFERS if given.host is None else given.host_buffers.budget
+
 
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
 
@@ -68,8 +77,8 @@ class States(Usable):
         folders: those of the session.
         name: that of the session.
         reuse: leave the states to the next session of this name.
-        given: bytes of memory for buffers and states, or memory that is shared: of that at most a quarter, for buffers,
-            during passes.
+        given: bytes of memory for buffers and states, or memory that is shared: of the CPU's at most a quarter, for
+            buffers, during passes; of that below an accelerator buffers during passes, and states while others leave it.
         pinned: whether the memory is page-locked, for copies from and to an accelerator.
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
@@ -105,23 +114,25 @@ class States(Usable):
         self._has_third_places = False  # some chunks have a third place
         self._held: dict[Version, torch.Tensor] = {}  # the states of a version that stay in memory
         self._spare: torch.Tensor | None = None  # memory of such states that others have replaced
-        self._room = room_beside_buffers(given, _BUFFER) if isinstance(given, int) else 0  # bytes for these
-        #: Bytes of buffers.
-        self.budget = given - self._room if isinstance(given, int) else given.nbytes // _BUFFERS
+        self._room, self.budget = buffers_of(given)
         #: The most bytes of a chunk with its backup.
         self.buffer = min(_BUFFER, self.budget // _BUFFERS)
-        self._shared: Buffers | None = None
+        self._host: Share | None = None  # for what stays, unless it is in the memory of the buffers
+        self._is_shared = isinstance(given, Memory)
         if isinstance(given, int):
             self._pool: Pool | Buffers = Pool(given, pinned=pinned)
-            self.buffer = min(self.buffer, self._pool.largest)
+        elif pinned and given.host is not None:
+            self._pool, self._host = given.host_buffers, given.host.share()
         else:
-            self._pool = self._shared = Buffers(given, "an optimizer", self.buffer)
+            self._pool = Buffers(given, "an optimizer", self.buffer)
+        self.buffer = min(self.buffer, self._pool.largest)
         depth = max(_BUFFERS, self.budget // _BUFFER)
-        self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
+        patience = None if self._host is None else Policy.patience
+        self._ring = Ring(self._pool, buffer=self.buffer, depth=depth, patience=patience)
         self._other_transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those that the store does not know of
         with contextlib.ExitStack() as undo:
-            if self._shared is not None:
-                undo.callback(self._shared.close)
+            if isinstance(self._pool, Buffers):
+                undo.callback(self._pool.close)
             self.session = undo.enter_context(Session(folders, name=name, reuse=reuse))
             self.account = Account(rate_of_folders(self.session.folders))
             self._records = Records(self.session) if reuse else None
@@ -161,13 +172,15 @@ class States(Usable):
         A chunk whose ``updated`` is not empty is written, and then done. If its states cannot be written, its
         parameters get their old values back.
         """
+        if self._host is not None:
+            self._room = max(self._room, self._host.bytes_in_use + self._host.largest)
         if self._room:
             sizes = [(chunk, 1.0, charge_of(chunk.nbytes)) for chunk in self.division.chunks if chunk.nbytes]
             spare = max((nbytes for *_, nbytes in sizes), default=0)
             staying = worth_keeping(sizes, self._room - spare)
             for chunk in self.division.chunks:
                 chunk.stays = chunk in staying
-        with large_tensors_pooled(keep=self.buffer if self._shared is None else 0):
+        with large_tensors_pooled(keep=0 if self._is_shared else self.buffer):
             yield from self._pass(chunks, self._begin, self._write, self._ended, self._is_held)
 
     def old_and_new(self, chunk: Chunk, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,6 +199,8 @@ class States(Usable):
         """Returns memory for states that stay, or None if there is none now: they are then written instead."""
         memory, self._spare = self._spare, None
         if memory is None or memory.nbytes != nbytes:
+            if self._host is not None:
+                return self._host.allocate(nbytes)
             memory = None
             with contextlib.suppress(TimeoutError, MemoryError):
                 memory = self._pool.lease(nbytes, timeout=0).tensor
@@ -248,9 +263,10 @@ class States(Usable):
             self._in_pass = False
             self._other_transfers.clear()
         finally:
-            if self._shared is not None:
+            if self._is_shared:
                 self._ring.release()
-                self._shared.end()
+            if isinstance(self._pool, Buffers):
+                self._pool.end()
 
     def _pass_all(self, *given: Any) -> None:
         with contextlib.closing(self._pass(*given)) as passing:
@@ -527,7 +543,8 @@ class States(Usable):
 
     def measure(self) -> OptimizerStats:
         """Returns the statistics, with the space and memory in use."""
-        self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
+        peak = self._pool.peak + (0 if self._host is None else self._host.peak)
+        self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, peak
         self.stats.bytes_in_host = sum(memory.nbytes for memory in list(self._held.values()))
         return self.stats
 
