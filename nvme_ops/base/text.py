@@ -208,7 +208,9 @@ class Counts:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if value)})"
 
 
-def _count_words(name: str, value: float) -> str:
+def _count_words(name: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     for unit, words in (("bytes", size_words), ("seconds", seconds_words), ("share", share_words)):
         if unit in name.split("_"):
             return words(value)

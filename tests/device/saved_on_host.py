@@ -133,12 +133,12 @@ def shared(folder: str, seeds: str) -> None:
 def train_in_one_memory(device: torch.device, folder: str) -> None:
     """Others have nearly all of the host memory at first, and leave it to the states then."""
     memory = Memory(device="3M", host="16M")
-    assert memory.host is not None
+    tier: Any = memory.host
     usual, model = network().to(device), network().to(device)
     swapped = swap_params(model, folder, memory=memory, min_bytes="64K")
     saving = save_on_nvme(folder, memory=memory, min_bytes="64K")
     plain = torch.optim.AdamW(usual.parameters(), foreach=False)
-    others = [memory.host.share().allocate(6 << 20) for _ in range(2)]
+    others = [tier.share().allocate(6 << 20) for _ in range(2)]
     seen = []
     with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory=memory, foreach=False) as ours:
         for number in range(5):
@@ -156,7 +156,9 @@ def train_in_one_memory(device: torch.device, folder: str) -> None:
             if number == 1:
                 others.clear()
         assert users[0].peak_bytes <= 16 << 20
-        for mine, wanted in zip([*model.parameters(), *states(ours)], [*usual.parameters(), *states(plain)], strict=True):
+        for mine, wanted in zip(
+            [*model.parameters(), *states(ours)], [*usual.parameters(), *states(plain)], strict=True
+        ):
             assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
     whole = 2 * sum(param.nbytes for param in usual.parameters())
     assert seen[0][0] < whole / 2 < seen[1][1]

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.base.native import native
 from nvme_ops.offload import NvmeOptimizer, swap_params
+from nvme_ops.storage.striped import StripedSlabs
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.moments import Interrupt, numbers
@@ -97,6 +98,16 @@ def test_states_for_which_there_is_no_memory_now_are_written(folder: Path) -> No
         for number in (2, 3):
             twins.step(number)
         assert (twins.apart(), twins.ours.stats().bytes_in_host) == ("", held)
+
+
+def test_neither_direction_waits_for_the_other(folder: Path) -> None:
+    """What is more urgent gets all that is in flight at once, and the other one's device is idle."""
+    moving = mock.patch.object(StripedSlabs, "move", autospec=True, side_effect=StripedSlabs.move)
+    with moving as move, Twins(folder) as twins:
+        twins.step(0)
+        twins.step(1)
+    assert {call.kwargs["write"] for call in move.mock_calls} == {False, True}
+    assert len({call.kwargs["priority"] for call in move.mock_calls}) == 1
 
 
 # State dicts

@@ -63,6 +63,7 @@ class OptimizerStats(Stats):
 
     steps: int = 0  #: completed
     seconds: float = 0.0  #: in ``step``; during ``seconds_waited`` of these it computed nothing
+    computes_on: str = ""  #: the devices that update: those of the parameters
 
     @property
     def bytes_written_per_step(self) -> float:
@@ -78,7 +79,7 @@ class States(Usable):
         name: that of the session.
         reuse: leave the states to the next session of this name.
         given: bytes of memory for buffers and states, or memory that is shared: of the CPU's at most a quarter, for
-            buffers, during passes; of that below an accelerator buffers during passes, and states while others leave it.
+            buffers, during passes; of that below an accelerator also states, while others leave room.
         pinned: whether the memory is page-locked, for copies from and to an accelerator.
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
@@ -545,6 +546,7 @@ class States(Usable):
         """Returns the statistics, with the space and memory in use."""
         peak = self._pool.peak + (0 if self._host is None else self._host.peak)
         self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, peak
+        self.stats.computes_on = " ".join(sorted({str(chunk.device) for chunk in self.division.chunks}))
         self.stats.bytes_in_host = sum(memory.nbytes for memory in list(self._held.values()))
         return self.stats
 
