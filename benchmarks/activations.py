@@ -194,6 +194,5 @@ _FLAGS = {
     "--batch-of-transformer": ("the same", 8),
     "--steps": ("of each process, after the first one", 2),
 }
-PROGRAM = command.Program(
-    GROUPS, tables, 1, _FLAGS, accelerators.check, size="16G", rounds=5, prepare=accelerators.prepare
-)
+PROGRAM = command.Program(GROUPS, tables, 1, _FLAGS, accelerators.check, size="16G", rounds=5,
+                          prepare=accelerators.prepare)  # fmt: skip

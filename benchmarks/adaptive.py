@@ -1,10 +1,9 @@
 """What an adaptive handle chooses, against each fixed tool: one table for each direction and size of tensors.
 
-Every pass moves several tensors of one size, cold, each at its own place in one file; other packages use a file for
-each tensor. A write is timed until its bytes are on the device: rows that write through the page cache call
-``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
-anew in each pass, with one tensor of another size, and moves 20: the whole exploration. The rows ``all at once`` move
-the tensors of a pass together, as a model's are saved.
+Every pass moves several tensors of one size, cold, each at its own place in one file, or in a file of its own by other
+packages. A write is timed until its bytes are on the device: rows that use the page cache call ``fdatasync``. The
+adaptive handle has moved 20 tensors of the size before. Its other row begins anew in each pass, with one tensor of
+another size, and moves 20: the whole exploration. Rows ``all at once`` move the tensors of a pass together.
 """
 
 from __future__ import annotations
@@ -42,12 +41,9 @@ FIO, DEEP = "fio, as deep as one tensor allows", "fio, as deep as all allow"
 _PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MAX
 _MAX = 256
 _FIXED: dict[str, dict[str, Any]] = {
-    "direct, in place": {"cache": "direct"},
-    "cache auto": {},
-    "256 KiB blocks": {"block_size": 256 << 10},
-    "4 MiB blocks": {"block_size": 4 << 20},
-    "2 lanes": {"num_threads": 2},
-}
+    "direct, in place": {"cache": "direct"}, "cache auto": {}, "256 KiB blocks": {"block_size": 256 << 10},
+    "4 MiB blocks": {"block_size": 4 << 20}, "2 lanes": {"num_threads": 2},
+}  # fmt: skip
 
 Move = Callable[[torch.Tensor, int], object]
 OfPath = Callable[[str], object]
@@ -94,12 +90,8 @@ class Work:
                 if os.pread(file.fileno(), self.each, offset) != bytes(memory.numpy().data):
                     raise WrongData(f"the tensor at {offset} differs")
 
-        return Row(
-            name,
-            lambda: timed(lambda: [move(memory, self.offset()) for _ in range(times)], times * self.each),
-            self.cool,
-            check,
-        )
+        run = partial(timed, lambda: [move(memory, self.offset()) for _ in range(times)], times * self.each)
+        return Row(name, run, self.cool, check)
 
 
 def handle_rows(work: Work) -> list[Row]:

@@ -86,8 +86,7 @@ def run(pattern: str, path: str, size: int, options: list[str], operations: bool
     """Runs fio with direct I/O over ``size`` bytes of ``path``.
 
     ``pattern`` is ``read``, ``write``, ``randread`` or ``rw``. The sample counts bytes or, with ``operations``,
-    requests. Time and CPU are those that fio reports for its job, without starting the process and allocating its
-    memory.
+    requests. Time and CPU are those of fio's job, without the start of its process and the allocation of memory.
 
     Raises:
         Unavailable: fio is not installed.

@@ -7,6 +7,7 @@ its driver and one set of environment variables, and one of them calls ``exit`` 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io import gds
+from nvme_ops.io.future import InFlight
 from nvme_ops.measure.engines import Contender, Task, make_row, noting_paths, tensor_row
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote, joint_row
@@ -36,7 +38,10 @@ from nvme_ops.op_builder.machine import cufile_libraries
 GROUPS = {
     "read": "read to GPU memory, of a file that is not in the page cache",
     "write": "write from GPU memory, over an existing file",
+    "reads": "reads to GPU memory, by bytes of a request and number in flight",
+    "writes": "writes from GPU memory, by bytes of a request and number in flight",
 }
+_REQUESTS = [(nbytes << 10, count) for nbytes in (64, 1024, 16384) for count in (1, 8, 64)]  # bytes; in flight
 QUEUE_DEPTH = 128  # the default of every handle
 
 HOST = "nvme_ops aio_handle, host memory"
@@ -106,6 +111,24 @@ def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
     finally:
         if pinned.cache_info().currsize:
             with_cufile().free_pinned_device_tensor(pinned())
+
+
+def request_rows(work: GpuWork) -> Iterator[Row]:
+    """Yields rows of many requests: by the bounce path, which copies page-locked memory, and by ``gds_handle``."""
+    with_cufile = functools.cache(lambda: gds_handle(work, "auto"))
+    handles: dict[str, Callable[[], Any]] = {BOUNCE: lambda: work.handle, GDS: with_cufile}
+
+    def move(handle: Callable[[], Any], tensor: torch.Tensor, *, nbytes: int, count: int) -> None:
+        submit = handle().submit_pwrite if work.write else handle().submit_pread
+        with InFlight(count) as in_flight:
+            for start in range(0, work.size, nbytes):
+                in_flight.add(submit(tensor[start : start + nbytes], work.path, start))
+
+    for (nbytes, count), name in itertools.product(_REQUESTS, handles):
+        words = f", {size_words(nbytes)}, {count} in flight"
+        move_by = functools.partial(move, handles[name], nbytes=nbytes, count=count)
+        row = tensor_row(work, name + words, lambda: work.buffer, move_by, (BOUNCE + words) * (name == GDS))
+        yield noting_paths(row, with_cufile) if name == GDS else row
 
 
 def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[Row]:
@@ -221,13 +244,17 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]
         settings: dict[str, Any] = {"block_size": args.block_size, "threads": args.threads}
         with ExitStack() as stack:
             device = stack.enter_context(accelerators.opened(args.device))
-            work = GpuWork(path, args.size, group == "write", device=device, **settings)
+            work = GpuWork(path, args.size, group.startswith("write"), device=device, **settings)
+            title = f"{GROUPS[group]}, {size_words(work.size)}"
+            if group.endswith("s"):
+                yield Table(group, title, "GB/s", list(request_rows(work)), peers="the bounce path")
+                continue
             rows = [fio_row(work), *stack.enter_context(nvme_ops_rows(work))]
             rows += remote_rows(stack, work, not args.no_deepspeed)
             alike = Settings(work.block_size, intra_op_parallelism=work.threads)
             name = "torch.save + fsync" if work.write else "torch.load(map_location)"
             rows += [gdsio_row(work, "gdsio, to the GPU", alike), make_row(Contender("torch", alike, name), work)]
-            yield Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)
+            yield Table(group, title, "GB/s", rows, HOST)
 
 
 _FLAGS = {

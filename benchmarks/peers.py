@@ -82,11 +82,8 @@ def needed(module: str, package: str) -> Any:
 def safetensors_row(task: Task, name: str) -> Row:
     """Returns the row of ``save_file`` and ``fsync``, or of ``load_file`` and a copy, since it maps the file."""
     module = functools.cache(lambda: needed("safetensors.torch", "safetensors").torch)
-
-    def load(path: str) -> torch.Tensor:
-        return task.buffer.copy_(module().load_file(path)["tensor"])
-
-    return saved_row(task, name, "safetensors", lambda tensor, path: module().save_file({"tensor": tensor}, path), load)
+    return saved_row(task, name, "safetensors", lambda tensor, path: module().save_file({"tensor": tensor}, path),
+                     lambda path: task.buffer.copy_(module().load_file(path)["tensor"]))  # fmt: skip
 
 
 _GDSIO_PLACES = ("/usr/local/cuda/gds/tools", "/usr/local/gds/tools")

@@ -122,9 +122,8 @@ def _cpu_offload(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStac
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = CPUOffloadPolicy(pin_memory=job.device.type != "cpu")
     options: dict[str, Any] = {"mesh": init_device_mesh(job.device.type, (1,)), "offload_policy": policy}
-    for block in module.children():
+    for block in (*module.children(), module):
         fully_shard(block, **options)
-    fully_shard(module, **options)
     return _plain(module, torch.optim.AdamW(module.parameters(), **_options(job)), job)
 
 
@@ -215,6 +214,5 @@ _FLAGS = {
     "--batch": ("samples of a step", 64),
     "--steps": ("of each process, after the first one", 4),
 }
-PROGRAM = command.Program(
-    GROUPS, tables, 8, _FLAGS, accelerators.check, size="848M", rounds=5, prepare=accelerators.prepare
-)  # 222 million parameters
+PROGRAM = command.Program(GROUPS, tables, 8, _FLAGS, accelerators.check, size="848M",  # 222 million parameters
+                          rounds=5, prepare=accelerators.prepare)  # fmt: skip

@@ -152,9 +152,12 @@ def test_a_small_run_of_transfers_there(device: str, folder: Path) -> None:
     )
     assert os.listdir(folder) == []
     (there,) = json.loads(done.stdout)["folders"].values()
-    for table, torch_s in zip(there["tables"], ("torch.load(map_location)", "torch.save + fsync"), strict=True):
+    whole = (gpu_io.HOST, gpu_io.BOUNCE, f"{gpu_io.GDS}, NVME_OPS_GDS=off")
+    requests = [f"{gpu_io.BOUNCE}, {nbytes}, {count} in flight" for nbytes in ("64 KiB", "16 MiB") for count in (1, 64)]
+    names = [*whole, "torch.load(map_location)"], [*whole, "torch.save + fsync"], requests, requests
+    for table, wanted in zip(there["tables"], names, strict=True):
         rows = {row["name"]: row for row in table["rows"]}
-        for name in (gpu_io.HOST, gpu_io.BOUNCE, f"{gpu_io.GDS}, NVME_OPS_GDS=off", torch_s):
+        for name in wanted:
             assert (rows[name]["wrong"], len(rows[name]["values"])) == (False, 1), rows[name]["note"]
         assert [name for name, row in rows.items() if not row["values"] and not row["note"]] == []
 
