@@ -26,6 +26,8 @@ from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
+from nvme_ops.offload.budgets import budgets_of, where_it_computes
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
 from nvme_ops.storage.session import Session
 
@@ -41,6 +43,7 @@ _METHODS = (
     "_load_optimizer_and_scheduler",
 )
 _FILES = ("optimizer.pt", "scheduler.pt")  # in a checkpoint
+_SAVED = "256M"
 
 
 def use_nvme(
@@ -48,7 +51,10 @@ def use_nvme(
     folder: Path | Sequence[Path],
     *,
     optimizer_budget: int | str | None = "256M",
-    activations_budget: int | str | None = "256M",
+    activations_budget: int | str | None = _SAVED,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    memory: Memory | None = None,
     checkpoints: bool = True,
 ) -> NvmeTraining:
     """Makes a trainer keep optimizer states and activations on storage whenever it trains from now on.
@@ -61,8 +67,11 @@ def use_nvme(
     Args:
         trainer: transformers' ``Trainer`` or a subclass, such as TRL's ``SFTTrainer``.
         folder: where they go; several, each on a device of its own, share them. Each rank has its own files.
-        optimizer_budget: bytes of memory, or a size, for optimizer states; None leaves all of them in memory.
-        activations_budget: the same for tensors that autograd saves, on the device where they are.
+        optimizer_budget: bytes of host memory, or a size, for optimizer states; None leaves all of them in memory.
+        activations_budget: the same, where it computes, for tensors that autograd saves; None leaves them in memory.
+        device_budget: another word for that, of an accelerator. This and the next two are ``save_on_nvme``'s.
+        host_budget: bytes of page-locked host memory for saved tensors of an accelerator.
+        memory: in place of a budget of their own, one that is shared with others.
         checkpoints: also write checkpoints through nvme_ops: what ``save_pretrained`` of a model writes, and
             ``optimizer.pt``. The files are of the same kind, so any ``Trainer`` can resume from them.
 
@@ -70,7 +79,8 @@ def use_nvme(
         An object whose ``close()`` or ``with`` block ends it; not needed if the trainer trains once.
 
     Raises:
-        TypeError: no ``Trainer``; an optimizer that is not elementwise. ``train`` raises that, too.
+        TypeError: no ``Trainer``; a budget that is given twice; an optimizer that is not elementwise, which ``train``
+            raises, too.
         ValueError: a budget that is no size; FSDP, DeepSpeed, or tensor parallelism; an optimizer that has made steps,
             has a scheduler of its own, or overlaps a backward pass whose gradients are clipped; activations that the
             trainer already moves elsewhere.
@@ -91,24 +101,32 @@ def use_nvme(
         optimizer_budget = bytes_of("optimizer_budget", optimizer_budget, MIN_BUDGET)
         if trainer.optimizer is not None:
             _require_movable(trainer, trainer.optimizer)
-    if activations_budget is not None:
-        activations_budget = bytes_of("activations_budget", activations_budget, least=0)
+    budgets: dict[str, Any] = {"device_budget": device_budget, "host_budget": host_budget, "memory": memory}
+    if activations_budget is None:
+        if any(given is not None for given in budgets.values()):
+            raise TypeError("activations_budget=None leaves saved tensors where they are: they have no other budget")
+    else:
+        if activations_budget != _SAVED:  # else save_on_nvme has it by itself, unless another is given
+            budgets["memory_budget"] = bytes_of("activations_budget", activations_budget, least=0)
+        where = where_it_computes()
+        activations_budget = budgets_of(where, **{"memory_budget": None, **budgets}, default=_SAVED, least=0).nbytes
         if option := _offloading(trainer.args):
             raise ValueError(f"{option} moves activations to the CPU: leave it out, or give activations_budget=None")
     Session(folder, name="trainer").close()  # raises what is wrong with the folder now, not in the first step
     if (before := getattr(trainer, "nvme_training", None)) is not None:
         before.close()
-    return NvmeTraining(trainer, folder, optimizer_budget, activations_budget, checkpoints)
+    sizes = {"optimizer": optimizer_budget, "activations": activations_budget}
+    return NvmeTraining(trainer, folder, sizes, budgets, checkpoints)
 
 
 class NvmeTraining(Closing):
     """Replaces methods of a trainer until ``close``."""
 
     def __init__(
-        self, trainer: Any, folder: Path | Sequence[Path], optimizer: int | None, activations: int | None, files: bool
+        self, trainer: Any, folder: Path | Sequence[Path], sizes: dict[str, Any], budgets: dict[str, Any], files: bool
     ) -> None:
         self._trainer, self._folder, self._checkpoints = trainer, folder, files
-        self._optimizer_budget, self._activations_budget = optimizer, activations
+        self._sizes, self._budgets = sizes, budgets  # bytes of each, None in memory; what save_on_nvme is given
         self._optimizer: NvmeOptimizer | None = None
         self._given: Any = None  # the trainer's optimizer before that
         self._saving: save_on_nvme | None = None
@@ -123,8 +141,7 @@ class NvmeTraining(Closing):
     @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<NvmeTraining in '/mnt/nvme': optimizer 4 GiB, activations in memory>``."""
-        budgets = {"optimizer": self._optimizer_budget, "activations": self._activations_budget}
-        words = [f"{name} {'in memory' if size is None else size_words(size)}" for name, size in budgets.items()]
+        words = [f"{name} {'in memory' if size is None else size_words(size)}" for name, size in self._sizes.items()]
         return f"<NvmeTraining in {self._folder!r}: {', '.join(words)}>"
 
     def __enter__(self) -> NvmeTraining:
@@ -165,7 +182,7 @@ class NvmeTraining(Closing):
         """Makes the trainer's own optimizer and, since that has no states yet, one like it with states on storage."""
         trainer, given = self._trainer, self._trainer.optimizer
         made = own(*args, **kwargs)
-        if self._undo is None or self._optimizer_budget is None or _unwrapped(made) is self._optimizer:
+        if self._undo is None or self._sizes["optimizer"] is None or _unwrapped(made) is self._optimizer:
             return made
         trainer.optimizer = given  # in case the new one is refused
         _require_movable(trainer, made)
@@ -232,8 +249,8 @@ class NvmeTraining(Closing):
         with contextlib.ExitStack() as undo:
             if self._checkpoints:
                 undo.enter_context(installed())
-            if self._activations_budget is not None:
-                self._saving = save_on_nvme(self._folder, memory_budget=self._activations_budget)
+            if self._sizes["activations"] is not None:
+                self._saving = save_on_nvme(self._folder, **self._budgets)
                 undo.callback(self._saving.close)
             undo.callback(self._close_optimizer)
             self._undo = undo.pop_all()
@@ -242,7 +259,7 @@ class NvmeTraining(Closing):
         known = inspect.signature(type(made)).parameters
         options: dict[str, Any] = {name: value for name, value in made.defaults.items() if name in known}
         groups = [dict(group) for group in made.param_groups]  # schedulers write to them
-        options["memory_budget"], options["master_weights"] = self._optimizer_budget, False  # nor has its own
+        options["host_budget"], options["master_weights"] = self._sizes["optimizer"], False  # nor has its own
         return NvmeOptimizer(groups, type(made), self._folder, **options)
 
     def _close_optimizer(self) -> None:

@@ -252,6 +252,15 @@ def test_each_can_stay_in_memory(folder: Path, nvme: Path) -> None:
     assert not any(moved(ours))
 
 
+@pytest.mark.parametrize("budget", ["host_budget", "memory"])
+def test_saved_tensors_have_the_budgets_of_save_on_nvme(folder: Path, nvme: Path, budget: str) -> None:
+    given: Any = {"host_budget": 40960, "memory": nvme_ops.offload.Memory(40960)}[budget]
+    with use_nvme(ours := trainer(folder), nvme, optimizer_budget=None, **{budget: given}) as using:
+        train(ours)
+        assert repr(using).endswith("optimizer in memory, activations 40 KiB>")
+        assert min(moved(ours)[-1]) > 0
+
+
 def test_callbacks_see_the_optimizer_and_the_figures(folder: Path, nvme: Path) -> None:
     seen: list[Any] = []
 
@@ -297,6 +306,9 @@ def changed(folder: Path, name: str, value: Any = True) -> Any:
         (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
         (trainer, {"folder": "/nosuch"}, FileNotFoundError, "is a disk not mounted"),
         (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
+        (trainer, {"device_budget": "1M"}, ValueError, "device_budget= is memory of an accelerator"),
+        (trainer, {"host_budget": "1M", "activations_budget": 0}, TypeError, "host_budget= and memory_budget= are the"),
+        (trainer, {"host_budget": "1M", "activations_budget": None}, TypeError, "leaves saved tensors where they are"),
         (trainer, {"checkpoints": "no"}, TypeError, "checkpoints must be a bool, not str"),
         (trainer, {"optimizer_budget": "512K"}, ValueError, "optimizer_budget must be at least 1048576 bytes"),
         (lambda folder: changed(folder, "gradient_checkpointing_kwargs", {"offload": True}), {}, ValueError,
