@@ -126,7 +126,8 @@ class DeviceState(ctypes.Structure):
 
     _fields_ = [
         ("copies", Calls),
-        *_numbers("device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once", "random"),
+        ("allocations", Calls),
+        *_numbers("bytes", "limit", "device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once", "random"),
         ("rates", ctypes.c_int64 * 3),
     ]
 
@@ -281,13 +282,21 @@ class PrivateDevice(Double):
         assert self.current() == current
 
     @contextlib.contextmanager
-    def failing(self, what: str, skipped: int = 0) -> Iterator[None]:
-        """Lets a copy fail after ``skipped`` more: its ``"queue"``ing, its ``"run"``, or its event's ``"record"``."""
-        self.now.copies.fail(1 + ("queue", "run", "record").index(what), first=skipped + 1)
+    def failing(self, what: str, skipped: int = 0, count: int = 1) -> Iterator[None]:
+        """Lets a copy fail after ``skipped`` more: its ``"queue"``ing, its ``"run"``, or its event's ``"record"``.
+
+        Or an ``"allocation"`` of the device's memory, by torch's error that there is none.
+        """
+        calls = self.now.allocations if what == "allocation" else self.now.copies
+        calls.fail(1 + ("queue", "run", "record", "allocation").index(what), first=skipped + 1, count=count)
         try:
             yield
         finally:
-            self.now.copies.count = 0
+            calls.count = 0
+
+    def room(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Lets the device have so many more bytes of memory than are in use."""
+        return self._with("limit", self.now.bytes + nbytes)
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Holds up all who want to copy until the end of the block."""

@@ -47,7 +47,8 @@ enum Engine : std::uint8_t { kToDevice, kFromDevice, kComputing, kEngines };
 
 // What a test sets and sees, in the order of DeviceState in __init__.py.
 struct DeviceState {
-  Calls copies;
+  Calls copies, allocations;     // of the device's memory; one that goes wrong finds none
+  Number bytes, limit;           // of that memory: allocated now, and how many there are; 0: any number
   std::array<Number, 2> blocks;  // of each kind alive
   Number events;                 // alive
   Number pinned_memory;          // whether there is any that is page-locked
@@ -258,6 +259,12 @@ std::multimap<std::size_t, void*>& spare = *new std::multimap<std::size_t, void*
 
 void* allocate(Kind kind, std::size_t bytes) {
   Lock lock(mutex);
+  if (kind == kDevice) {
+    const bool fits = state.limit == 0 || state.bytes + static_cast<std::int64_t>(bytes) <= state.limit;
+    const bool fails = enter(lock, state.allocations).result != 0;
+    TORCH_CHECK_WITH(OutOfMemoryError, fits && !fails, "the private device is out of memory");
+    state.bytes += static_cast<std::int64_t>(bytes);
+  }
   const auto found = is_timed() ? spare.find(bytes) : spare.end();
   void* memory = nullptr;
   if (found != spare.end()) {
@@ -300,6 +307,7 @@ void release(Kind kind, void* memory) {
   }
   blocks.erase(found);
   --state.blocks.at(kind);
+  if (kind == kDevice) state.bytes -= static_cast<std::int64_t>(bytes);
   if (is_timed()) {
     spare.emplace(bytes, memory);
   } else {
