@@ -151,11 +151,15 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(device: Simulated, fol
 @on_simulated
 def test_tied_and_small_weights_have_no_copies(device: Simulated, folder: Path) -> None:
     model, tokens = Tied().eval().requires_grad_(False), torch.tensor([[1, 2, 2], [5, 1, 3]])
-    wanted = copy.deepcopy(model)(tokens)
+    wanted, wanted_rows = copy.deepcopy(model)(tokens), model.embedding(tokens)
     with device.computing(), opened(device, folder, "64M", model, device_budget="1200K") as streamed:
         for _ in range(3):
             assert torch.equal(streamed(device.tensor(tokens)).cpu(), wanted)
         assert streamed.stats().bytes_in_host < nbytes(model)
+        for _ in range(2):  # the second time the weight of the head is on its way from host memory
+            rows = streamed.embedding(device.tensor(tokens))
+            assert torch.equal(rows.cpu(), wanted_rows)
+            streamed.body(rows)
 
 
 @pytest.mark.parametrize("host_budget", [pytest.param(budget, marks=on_a_gpu) for budget in HOST_BUDGETS])

@@ -15,6 +15,7 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.tensors import DEVICE_ALIGNMENT, empty
 from nvme_ops.memory.tier import Share, tier_on
 from nvme_ops.offload.experts.experts import Experts, ExpertStats
+from nvme_ops.offload.residency.entry import QueuedWork
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.order import Order
@@ -202,8 +203,10 @@ class Window(Policy[_Weight]):
             return None
         weight = self._weight(source)
         while (held := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
-            values, arrival = held
+            values, arrival, queued = held
             if arrival is None or self._residency.await_arrival(self, weight, arrival, begun=False):
+                if queued is not None:
+                    queued.before(values.device)
                 return values[list(indices)]
         row = source.nbytes // source.shape[0]
         memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self.share.device)
@@ -362,10 +365,10 @@ class Window(Policy[_Weight]):
         del entry
         self._complete, self._passed = False, self.share.nbytes
 
-    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None] | None:
+    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None, QueuedWork | None] | None:
         with self.lock:
             self.require_open()
-            return None if weight.values is None else (weight.values.detach(), weight.arrival)
+            return None if weight.values is None else (weight.values.detach(), weight.arrival, weight.queued)
 
 
 def _add(stats: WindowStats, others: ExpertStats) -> None:
