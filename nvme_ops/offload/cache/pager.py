@@ -30,9 +30,9 @@ from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 
-_PAGES = 512  # the fewest in a budget, as far as their alignment allows
+_PAGES = 2048  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes
-_SPARE = 1.25  # how much more than it needs a layer may have
+_SPARE = 1.1  # how much more than it needs a layer may have
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
