@@ -127,7 +127,9 @@ class DeviceState(ctypes.Structure):
     _fields_ = [
         ("copies", Calls),
         ("allocations", Calls),
-        *_numbers("bytes", "limit", "device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once", "random"),
+        *_numbers(
+            "bytes", "limit", "device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once", "random"
+        ),
         ("rates", ctypes.c_int64 * 3),
     ]
 
