@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -62,6 +63,10 @@ class TokenSegment(Entry):
         return not (isinstance(copy, Copy) and not copy.done()) and (leaving is None or leaving.done())
 
 
+#: A segment, and what is copied from it or to it.
+Part = tuple[TokenSegment, Sequence[Pair]]
+
+
 class HostSegments(Policy[TokenSegment]):
     """Tokens of all layers that leave an accelerator, in page-locked memory; what there is no memory for is in files.
 
@@ -81,7 +86,8 @@ class HostSegments(Policy[TokenSegment]):
         self._residency = Residency()
         super().__init__(self._residency.lock, PooledTier(nbytes).share(), self, Stats())
         self.segment_bytes = min(_LARGEST, nbytes // _SEGMENTS)  #: of the largest
-        self.copies = CopyStream(device)
+        self.streams = [CopyStream(device), CopyStream(device)]  # to the accelerator, and from there
+        self._leaving = deque[Copy]()  # from the accelerator, the oldest first
         self._bytes: dict[Owner, int] = {}  # of each layer
         self._wanted: TokenSegment  # the one that asked for memory last
         self._residency.join(self)
@@ -103,29 +109,33 @@ class HostSegments(Policy[TokenSegment]):
             self._bytes[segment.segments] = self._bytes.get(segment.segments, 0) + segment.nbytes
             return True
 
-    def copy_from(self, parts: Sequence[tuple[TokenSegment, Sequence[Pair]]]) -> Copy | None:
+    def copy_from(self, parts: Sequence[Part]) -> Copy | None:
         """Starts to copy to the accelerator."""
-        return self._copy(parts, [(there, here) for _, pairs in parts for here, there in pairs], "bytes_from_host")
-
-    def copy_to(self, parts: Sequence[tuple[TokenSegment, Sequence[Pair]]]) -> None:
-        """Copies here from the accelerator. Raises RuntimeError if that fails."""
-        copy = self._copy(parts, [pair for _, pairs in parts for pair in pairs], "bytes_to_host")
-        if copy is not None:
-            copy.wait(None)
-            if (failure := copy.exception()) is not None:
-                raise failure
-            for segment, _ in parts:
-                segment.changed = True
-
-    def _copy(self, parts: Sequence[tuple[TokenSegment, object]], moves: Sequence[Pair], counter: str) -> Copy | None:
         if not parts:
             return None
-        copy = Copy(self.copies)
-        for segment, _ in parts:
-            segment.queued = copy
-        copy.begin(*moves)
-        setattr(self.counts, counter, getattr(self.counts, counter) + sum(to.nbytes for to, _ in moves))
+        copy, moves = Copy(self.streams[0]), [(there, here) for _, pairs in parts for here, there in pairs]
+        self.counts.bytes_from_host += _begin(copy, parts, moves)
         return copy
+
+    def copy_to(self, parts: Sequence[Part], source: torch.Tensor, transfers: list[IoFuture]) -> None:
+        """Starts to copy here what is in ``source``, of an accelerator; adds to ``transfers`` the one that keeps it."""
+        if not parts:
+            return
+        copy = Copy(self.streams[1])
+        transfers.append(copy.future(source))  # first, or Ctrl-C could leave a copy that nobody waits for
+        self._leaving.append(copy)
+        self.counts.bytes_to_host += _begin(copy, parts, [pair for _, pairs in parts for pair in pairs])
+        for segment, _ in parts:
+            segment.changed = True
+
+    def await_copy(self) -> bool:
+        """Waits until the oldest copy from the accelerator has ended; returns False if there is none."""
+        while self._leaving and self._leaving[0].done():
+            self._leaving.popleft()
+        if not self._leaving:
+            return False
+        self._leaving[0].wait(None)
+        return True
 
     def drop(self, segment: TokenSegment) -> None:
         """Forgets a segment."""
@@ -139,7 +149,9 @@ class HostSegments(Policy[TokenSegment]):
         raise NotImplementedError
 
     def write(self, entry: TokenSegment) -> tuple[IoFuture, int]:
-        """Starts to write a segment to its layer's files."""
+        """Starts to write a segment to its layer's files, once it is complete."""
+        if isinstance(entry.queued, Copy):
+            entry.queued.wait(None)
         return entry.segments.store(entry)
 
     # The policy
@@ -167,3 +179,11 @@ class HostSegments(Policy[TokenSegment]):
     def out_of_memory(self, entry: TokenSegment) -> MemoryError:
         """Is never called."""
         raise NotImplementedError
+
+
+def _begin(copy: Copy, parts: Sequence[Part], moves: Sequence[Pair]) -> int:
+    """Starts a copy from or to segments; returns its bytes."""
+    for segment, _ in parts:
+        segment.queued = copy
+    copy.begin(*moves)
+    return sum(to.nbytes for to, _ in moves)

@@ -205,8 +205,9 @@ class PagedLayer(Entry):
             self._written = min(self._written, self._safe)
         self._safe = self._written
         begin, end = self._unwritten()
-        nbytes = self.files.write(begin, end, self._in_memory())
+        nbytes = self.files.write(begin, end, self._in_memory(), self._there())
         self._written = end
+        self._note_changes()
         return joined(list(self.files.writes)), nbytes
 
     def leave_memory(self) -> None:

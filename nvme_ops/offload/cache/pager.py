@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -233,7 +233,7 @@ class Pager(Policy[Entry]):
         )
         if (host := self._host) is not None:
             stats.bytes_written += host.counts.bytes_written
-            stats.note_host(host.share, host.counts, host.copies)
+            stats.note_host(host.share, host.counts, *host.streams)
         return stats
 
     def close(self) -> None:
@@ -288,8 +288,15 @@ class Pager(Policy[Entry]):
         """Keeps the tokens that no file has."""
         _layer(entry).leave_memory()
 
-    def victims(self, after: int) -> Iterable[Entry]:
-        """Returns the layers in memory, in the order in which they are to leave it; for a prefetch not those kept."""
+    def await_copy(self) -> bool:
+        """Waits until what is copied of one more layer is in host memory."""
+        return self._host is not None and self._host.await_copy()
+
+    def victims(self, after: int) -> Iterator[Entry]:
+        """Yields the layers in memory, in the order in which they are to leave it; for a prefetch not those kept.
+
+        None begins to be written while those that leave suffice.
+        """
         count, spared = len(self._layers), {self._layers[self._current]} if self._using or after >= 0 else set()
         if after >= 0:
             spared |= {self._layers[(self._current + number) % count] for number in range(1, after + 2)} | self._kept
@@ -300,7 +307,13 @@ class Pager(Policy[Entry]):
             return False, -((place - self._current) % count)  # the layer whose next use is farthest away leaves first
 
         places = [self._layers[place] for place in sorted(range(count), key=worth)]
-        return [layer for layer in places if layer.memory is not None and layer not in spared]
+        for layer in places:
+            if layer.memory is not None and layer not in spared and (not layer.changed or self._are_too_few_leaving()):
+                yield layer
+
+    def _are_too_few_leaving(self) -> bool:
+        leaving = [layer for layer in self._layers if layer.leaving is not None and not layer.leaving.done()]
+        return sum(0 if layer.memory is None else layer.memory.nbytes for layer in leaving) < self._asked
 
     def out_of_memory(self, entry: Entry) -> MemoryError:
         """Returns an error that says what is needed, or what others have."""
@@ -411,19 +424,29 @@ class Pager(Policy[Entry]):
         """Brings the next layers, each with room for ``more`` tokens. What fails is tried again on demand."""
         if self._cycled:
             self._choose(more)
-        with contextlib.suppress(OSError, RuntimeError), self.lock:
-            order = [*self._layers[self._current + 1 :], *self._layers[: self._current]]
-            for number, layer in enumerate(order):
+        with contextlib.suppress(OSError, RuntimeError):
+            current, begun = self._layers[self._current], False
+            if self._cycled and current not in self._kept:
+                with self.lock:
+                    self._residency.write_back(self, current)  # now, for its memory is needed soon
+            for number, layer in enumerate([*self._layers[self._current + 1 :], *self._layers[: self._current]]):
                 if layer.memory is not None or not layer.tokens:
                     continue
                 if not self._cycled and layer in self._layers[: self._current]:
                     break
                 layer.nbytes = layer.memory_needed(more)
-                if not self._residency.begin(self, layer, Priority.PREFETCH, number):
-                    return
+                while not self._begin(layer, number):
+                    if begun or not self.await_copy():
+                        return
+                begun = True
             if not self._cycled:  # a new layer of the same size may follow
-                self._ask(nbytes := self._layers[self._current].memory_needed(0))
-                self._residency.make_room(self, nbytes, 0)
+                self._ask(nbytes := current.memory_needed(0))
+                with self.lock:
+                    self._residency.make_room(self, nbytes, 0)
+
+    def _begin(self, layer: PagedLayer, number: int) -> bool:
+        with self.lock:
+            return self._residency.begin(self, layer, Priority.PREFETCH, number)
 
     def _choose(self, more: int) -> None:
         """Decides which layers stay."""

@@ -12,7 +12,7 @@ import torch
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
-from nvme_ops.offload.cache.host_segments import HostSegments, Pair, TokenSegment
+from nvme_ops.offload.cache.host_segments import HostSegments, Pair, Part, TokenSegment
 from nvme_ops.offload.residency.copies import Copy
 from nvme_ops.storage.joined import joined
 from nvme_ops.storage.slab import NO_ROOM, Extent
@@ -75,18 +75,18 @@ class Segments:
             tokens += high - low
         return tokens * self.token_bytes
 
-    def write(self, begin: int, end: int, memory: Memory) -> int:
-        """Starts to write tokens after those that are there; returns the bytes for files. Waits for copies.
+    def write(self, begin: int, end: int, memory: Memory, source: torch.Tensor) -> int:
+        """Starts to write tokens after those that are there, in ``memory`` of ``source``; returns the bytes for files.
 
         Raises OSError if the disk is full, and then writes nothing. Earlier writes must have ended.
         """
         self.writes.clear()
         at, nbytes = begin, 0
-        copies: list[tuple[TokenSegment, list[Pair]]] = []
+        copies: list[Part] = []
         try:
             while at < end:
                 segment = self._segments[-1] if self._segments else None
-                if segment is None or segment.stop != at or segment.used == segment.capacity:
+                if segment is None or segment.first + segment.capacity <= at:
                     segment = self._allocate(at, end - at)
                     self._segments.append(segment)
                 high = min(end, segment.first + segment.capacity)
@@ -97,7 +97,7 @@ class Segments:
                     nbytes += (high - at) * self.token_bytes
                 segment.used, at = high - segment.first, high
             if self._host is not None:
-                self._host.copy_to(copies)
+                self._host.copy_to(copies, source, self.writes)
         except BaseException:
             self.cut(begin)
             raise
