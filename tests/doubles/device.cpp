@@ -22,9 +22,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <new>
+#include <set>
 #include <vector>
 
 #include "steering.h"
@@ -80,6 +82,12 @@ struct Copy {
   void* to;
   const void* from;
   std::size_t bytes;
+  std::function<void()> in_rows;  // copies those of two tensors that are not contiguous
+
+  void run() const {
+    if (in_rows) return in_rows();
+    if (bytes > 0) std::memmove(to, from, bytes);
+  }
 };
 
 using Clock = std::chrono::steady_clock;
@@ -87,6 +95,7 @@ using Clock = std::chrono::steady_clock;
 struct Event {
   struct Stream* stream = nullptr;  // not recorded yet
   std::uint64_t position = 0;
+  std::uint64_t since = 0;                     // the position of the event before
   std::shared_ptr<Clock::time_point> reached;  // when, if that is to be known
 };
 
@@ -95,8 +104,9 @@ struct Work {
   Event wait;  // a copy where it was not recorded
   bool fails;
   Engine engine = kComputing;
-  std::size_t bytes = 0;   // that the engine moves
-  Clock::time_point ends;  // once it has begun
+  std::size_t bytes = 0;                       // that the engine moves
+  Clock::time_point ends;                      // once it has begun
+  Clock::time_point queued;                    // if time was kept
   std::shared_ptr<Clock::time_point> reached;  // of an event here
 };
 
@@ -110,12 +120,16 @@ std::condition_variable& ended = *new std::condition_variable;
 struct Stream {
   std::deque<Work> queue;
   std::uint64_t done = 0, queued = 0;
-  std::uint64_t failed_at = 0;  // the position of a failed copy nobody has been told of
+  std::set<std::uint64_t> failed;  // the positions of copies nobody has been told of
+  Event recorded;                  // the last one
+  Clock::time_point until;         // when its last work ended: those who wait for it learn of it somewhat later
 
   void add(const Work& work) {
     queue.push_back(work);
     ++queued;
-    if (is_timed()) queued_more.notify_one();  // else this may be a forked child, where the one who waits is not
+    if (!is_timed()) return;  // this may be a forked child, where the one who waits is not
+    queue.back().queued = Clock::now();
+    queued_more.notify_one();
   }
 
   void run(std::uint64_t position) {
@@ -142,21 +156,22 @@ struct Stream {
     const Work work = queue.front();
     queue.pop_front();
     ++done;
-    if (work.reached != nullptr) *work.reached = Clock::now();
+    if (work.reached != nullptr) *work.reached = work.ends == Clock::time_point() ? Clock::now() : work.ends;
     if (work.fails) {
-      failed_at = done;
-    } else if (work.copy.bytes > 0) {
-      std::memmove(work.copy.to, work.copy.from, work.copy.bytes);
+      failed.insert(done);
+    } else {
+      work.copy.run();
     }
   }
 
-  void wait_for(Lock& lock, std::uint64_t position) {
+  void wait_for(Lock& lock, std::uint64_t position, std::uint64_t since = 0) {
     if (is_timed()) queued_more.notify_one();  // this may have been queued before time was kept
     while (is_timed() && done < position) ended.wait_for(lock, std::chrono::milliseconds(10));
     run(position);  // and time may have ended meanwhile
-    const bool failed = failed_at != 0 && failed_at <= position;
-    if (failed) failed_at = 0;
-    TORCH_CHECK(!failed, "a copy failed on the private device");
+    const auto first = failed.upper_bound(since), last = failed.upper_bound(position);
+    const bool is_told = first != last;
+    failed.erase(first, last);
+    TORCH_CHECK(!is_told, "a copy failed on the private device");
   }
 };
 
@@ -176,47 +191,61 @@ std::array<Device, kDevices>& devices = *new std::array<Device, kDevices>;
 std::map<const char*, Block>& blocks = *new std::map<const char*, Block>;
 bool unrecorded = false;  // the next event is refused
 
-std::uint64_t all_done() {
-  std::uint64_t done = 0;
+// What has been queued and done so far.
+std::uint64_t all_steps() {
+  std::uint64_t steps = 0;
   for (const Device& device : devices) {
-    for (const Stream& stream : device.streams) done += stream.done;
+    for (const Stream& stream : device.streams) steps += stream.queued + stream.done;
   }
-  return done;
+  return steps;
 }
 
-// Runs what has ended by now of a stream; returns when the next work ends, or an hour from now.
-Clock::time_point run_in_time(Device& device, Stream& stream, Clock::time_point now) {
-  while (!stream.queue.empty()) {
-    Work& work = stream.queue.front();
-    if (work.wait.stream != nullptr) {
-      if (work.wait.stream->done < work.wait.position) break;
+// Begins or ends the next work of a stream; returns when that ends, or an hour from now. It takes its time from when it
+// could begin, however late the thread is, and copies meanwhile, without the lock.
+Clock::time_point advance(Lock& lock, Device& device, Stream& stream) {
+  const auto later = Clock::now() + std::chrono::hours(1);
+  if (stream.queue.empty()) return later;
+  const std::uint64_t position = stream.done;
+  Work& work = stream.queue.front();
+  Clock::time_point ends = work.ends;
+  if (ends == Clock::time_point()) {
+    ends = std::max(work.queued, stream.until);
+    if (const Stream* const other = work.wait.stream) {
+      if (other->done < work.wait.position) return later;
+      if (other->done == work.wait.position) ends = std::max(ends, other->until);
     } else if (work.reached == nullptr) {
-      if (work.ends == Clock::time_point()) {
-        auto& busy = device.busy_until.at(work.engine);
-        const auto rate = static_cast<double>(state.rates.at(work.engine));
-        const std::chrono::duration<double> takes(rate > 0 ? static_cast<double>(work.bytes) / rate : 0);
-        busy = work.ends = std::max(now, busy) + std::chrono::duration_cast<Clock::duration>(takes);
-      }
-      if (work.ends > now) return work.ends;
+      auto& busy = device.busy_until.at(work.engine);
+      const auto rate = static_cast<double>(state.rates.at(work.engine));
+      const std::chrono::duration<double> takes(rate > 0 ? static_cast<double>(work.bytes) / rate : 0);
+      busy = ends = std::max(ends, busy) + std::chrono::duration_cast<Clock::duration>(takes);
     }
-    stream.run_next();
-    ended.notify_all();
+    work.ends = ends;
+    if (const Copy copy = work.copy; copy.bytes > 0 && !work.fails) {
+      lock.unlock();
+      copy.run();
+      lock.lock();
+      if (stream.done != position) return later;  // time has ended, and others ran it
+      work.copy = {};
+    }
   }
-  return now + std::chrono::hours(1);
+  if (ends > Clock::now()) return ends;
+  stream.until = ends;
+  stream.run_next();
+  ended.notify_all();
+  return later;
 }
 
 void keep_time() {
   Lock lock(mutex);
   while (true) {
-    const std::uint64_t before = all_done();
-    const auto now = Clock::now();
-    auto next = now + std::chrono::hours(1);
-    if (is_timed()) {
-      for (Device& device : devices) {
-        for (Stream& stream : device.streams) next = std::min(next, run_in_time(device, stream, now));
+    const std::uint64_t before = all_steps();
+    auto next = Clock::now() + std::chrono::hours(1);
+    for (Device& device : devices) {
+      for (std::size_t index = 0; is_timed() && index < device.streams.size(); ++index) {
+        next = std::min(next, advance(lock, device, device.streams[index]));
       }
     }
-    if (all_done() == before) queued_more.wait_until(lock, next);  // else others may have waited for what has ended
+    if (all_steps() == before) queued_more.wait_until(lock, next);  // else others may have waited for what has ended
   }
 }
 
@@ -254,8 +283,9 @@ std::optional<Kind> kind_of(const void* pointer) {
   return static_cast<const char*>(pointer) < start + block.bytes ? std::optional(block.kind) : std::nullopt;
 }
 
-// What was freed in time, by size: memory with pages, as a device has.
-std::multimap<std::size_t, void*>& spare = *new std::multimap<std::size_t, void*>;
+// What was freed in time, of each kind, by size: memory with pages, as a device has.
+using Spare = std::array<std::multimap<std::size_t, void*>, 2>;
+Spare& all_spare = *new Spare;
 
 void* allocate(Kind kind, std::size_t bytes) {
   Lock lock(mutex);
@@ -265,6 +295,7 @@ void* allocate(Kind kind, std::size_t bytes) {
     TORCH_CHECK_WITH(OutOfMemoryError, fits && !fails, "the private device is out of memory");
     state.bytes += static_cast<std::int64_t>(bytes);
   }
+  auto& spare = all_spare.at(kind);
   const auto found = is_timed() ? spare.find(bytes) : spare.end();
   void* memory = nullptr;
   if (found != spare.end()) {
@@ -295,12 +326,13 @@ void release(Kind kind, void* memory) {
         Copy& copy = work.copy;
         ++position;
         if (!overlap(memory, bytes, copy.to, copy.bytes) && !overlap(memory, bytes, copy.from, copy.bytes)) continue;
+        if (kind == kDevice && is_timed() && found->second.stream == &stream) continue;
         if (kind == kDevice && found->second.stream->waits_for(stream, position)) {
           last = position;
           continue;
         }
         violation("memory is freed that a queued copy uses");
-        copy.bytes = 0;  // to run it would crash
+        copy = {};  // to run it would crash
       }
       if (last != 0 && !is_timed()) stream.run(last);  // else nobody reuses the memory before
     }
@@ -309,7 +341,7 @@ void release(Kind kind, void* memory) {
   --state.blocks.at(kind);
   if (kind == kDevice) state.bytes -= static_cast<std::int64_t>(bytes);
   if (is_timed()) {
-    spare.emplace(bytes, memory);
+    all_spare.at(kind).emplace(bytes, memory);
   } else {
     std::free(memory);
   }
@@ -409,9 +441,11 @@ public:
     std::shared_ptr<Clock::time_point> reached;
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {
       reached = std::make_shared<Clock::time_point>();
-      stream.add({{}, {}, false, kComputing, 0, {}, reached});
+      stream.add({{}, {}, false, kComputing, 0, {}, {}, reached});
     }
-    *static_cast<Event*>(*event) = {&stream, stream.queued, reached};
+    Event& last = stream.recorded;
+    if (last.position != stream.queued || last.stream == nullptr) last = {&stream, stream.queued, last.position, {}};
+    *static_cast<Event*>(*event) = {&stream, last.position, last.since, reached};
     run_some();
   }
   void block(void* event, const c10::Stream& waiting) const override {
@@ -425,7 +459,9 @@ public:
   }
   void synchronizeEvent(void* event) const override {
     Lock lock(mutex);
-    if (is_recorded(event)) static_cast<Event*>(event)->stream->wait_for(lock, static_cast<Event*>(event)->position);
+    if (!is_recorded(event)) return;
+    const Event& waited = *static_cast<Event*>(event);
+    waited.stream->wait_for(lock, waited.position, waited.since);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     const Lock lock(mutex);
@@ -507,8 +543,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const c10::Stream stream = Guard().getStream(Guard().getDevice());
   if (from.is_contiguous() && to.is_contiguous() && from.sizes() == to.sizes() &&
       from.scalar_type() == to.scalar_type()) {
-    if (from.numel() > 0) queue(stream_of(stream), {to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes()});
+    if (from.numel() > 0) queue(stream_of(stream), {to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), {}});
     if (!non_blocking && (through_host || state.copying_at_once != 0)) Guard().synchronizeStream(stream);
+  } else if (is_timed() && !through_host && to.numel() > 0) {
+    const auto in_rows = [to = on_host(to), from = on_host(from)] { to.copy_(from); };
+    queue(stream_of(stream), {to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), in_rows});
   } else {
     Guard().synchronizeStream(stream);
     on_host(to).copy_(on_host(from));
