@@ -57,7 +57,8 @@ class Memory(Usable):
         nbytes: bytes, or a size such as ``"20G"``.
         device: the same, of an accelerator.
         host: bytes of page-locked host memory below that of an accelerator, which all users of it share, first come,
-            first served; ``"auto"`` is what is free less an eighth. When None each has its own ``host_budget``.
+            first served, but that weights give way to keys and values; ``"auto"`` is what is free less an eighth. When
+            None each has its own ``host_budget``.
 
     Raises:
         ValueError: ``nbytes`` is no size, or less than a page.
@@ -109,6 +110,11 @@ class Memory(Usable):
                 )
             return self._tier.share(0)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether it is host memory; so is one that says nothing of an accelerator, before its first user."""
+        return not self.is_of_accelerator and (self._tier is None or self._tier.device.type == "cpu")
+
     def lend(self, nbytes: int) -> object:
         """Gives up memory that a user takes besides its share; it is back with the last reference to the result.
 
@@ -156,11 +162,16 @@ class Memory(Usable):
             free, least = self._free(), sum(user.least() for user in users)
             for number, user in enumerate(users):
                 least -= (own := user.least())
-                wanted = min(free - least, max(own, self._rounded(user.wanted())))
+                wanted = min(free - least, max(own, _rounded(user.wanted(), self.nbytes)))
                 if user.gives_way:  # several get equal parts of what is left
                     wanted = min(wanted, max(own, free // (len(users) - number)))
                 user.resize(wanted // PAGE * PAGE)
                 free -= wanted
+            if self.host is not None:
+                taken = sum(user.wanted_below() for user in users)
+                left = max(0, self.host.nbytes - _rounded(taken, self.host.nbytes))
+                for user in users:
+                    user.resize_below(left)
             if self._tier is not None:
                 self._tier.boundary = self._free() - sum(user.share.nbytes for user in users if user.share.at_end)
 
@@ -170,10 +181,7 @@ class Memory(Usable):
     @property
     def step(self) -> int:
         """Bytes in which shares grow."""
-        return max(PAGE, self.nbytes // _STEP // PAGE * PAGE)
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self.step) * self.step
+        return _step_of(self.nbytes)
 
     def close(self) -> None:
         """Has new users refused. Raises ValueError while it has users: close these first."""
@@ -186,6 +194,14 @@ class Memory(Usable):
     def __repr__(self) -> str:
         """Returns for example ``<Memory of 20 GiB: the weights of LlamaForCausalLM, NvmeCache>``."""
         return f"<Memory of {size_words(self.nbytes)}: {', '.join(user.name for user in self._users)}>"
+
+
+def _step_of(memory: int) -> int:
+    return max(PAGE, memory // _STEP // PAGE * PAGE)
+
+
+def _rounded(nbytes: int, memory: int) -> int:
+    return -(-nbytes // (step := _step_of(memory))) * step
 
 
 class Buffer(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import Memory, NvmeCache
+from nvme_ops.offload import Memory, NvmeCache, stream_weights
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import KIB, MIB
 from tests.device.kinds import Simulated, on_simulated
@@ -177,6 +177,37 @@ def test_tokens_are_those_of_a_cache_on_the_host(device: Simulated, folder: Path
 
 
 @on_simulated
+@pytest.mark.parametrize("seeds", [2, pytest.param(100, marks=pytest.mark.nightly)])
+def test_weights_give_way_in_both_memories_and_come_back(device: Simulated, folder: Path, seeds: int) -> None:
+    short, own, host = PROMPTS[:, :20], 5 * MIB // 2, 2 * MIB
+    wanted, wanted_short = (generated(llama(), ids, transformers.DynamicCache()) for ids in (PROMPTS, short))
+
+    def in_host(ids: torch.Tensor, right: torch.Tensor, cache: Any) -> int:
+        assert torch.equal(generated(streamed, device.tensor(ids), cache).cpu(), right)
+        assert memory._tier._in_use <= own
+        assert memory.host._pool.bytes_in_use <= host
+        return int(streamed.stats().bytes_in_host)
+
+    for seed in range(seeds):
+        memory: Any = Memory(device=own, host=host)
+        with (
+            device.computing(),
+            device.in_random_order(seed),
+            stream_weights(copy.deepcopy(llama()), folder, device=device.device(), memory=memory) as streamed,
+        ):
+            alone = [in_host(short, wanted_short, transformers.DynamicCache()) for _ in range(3)][-1]
+            with NvmeCache(folder, memory=memory) as cache:
+                for _ in range(2):
+                    assert in_host(PROMPTS, wanted, cache) < alone / 2
+                    stats = cache.stats()
+                    assert min(stats.bytes_in_host, stats.bytes_stored) > 0
+                    cache.reset()
+                    assert in_host(short, wanted_short, cache) > alone / 2
+                    cache.reset()
+            assert [in_host(short, wanted_short, transformers.DynamicCache()) for _ in range(2)][-1] > alone * 3 / 4 > 0
+
+
+@on_simulated
 def test_layers_leave_the_device_without_a_wait(device: Simulated, folder: Path) -> None:
     """And no more of them than have to."""
     states = device.tensor(torch.zeros(2, 2, 512, 64))  # 1 MiB a layer
@@ -255,7 +286,7 @@ def test_what_cannot_be_is_refused(device: Simulated, folder: Path) -> None:
     for given, error, words in (
         ({}, TypeError, "either memory_budget= or memory= says"),
         ({"host_budget": MIB, "memory_budget": MIB}, TypeError, "are the same: give one of them"),
-        ({"device_budget": MIB, "memory": Memory(MIB)}, TypeError, "either memory_budget= or memory= says"),
+        ({"device_budget": MIB, "memory": Memory(device=MIB)}, TypeError, "either memory_budget= or memory= says"),
         ({"device_budget": "much"}, ValueError, "device_budget: "),
         ({"host_budget": -1}, ValueError, "host_budget must be at least 0 bytes"),
     ):

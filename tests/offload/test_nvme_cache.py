@@ -18,8 +18,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nvme_ops.io.engine import Priority
 from nvme_ops.offload import NvmeCache
-from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.offload.cache.segments import Segments
+from nvme_ops.storage.slab import Extent
+from nvme_ops.storage.striped import Piece, StripedSlabs
 from tests.conftest import KIB, MIB
 
 transformers = pytest.importorskip("transformers")
@@ -168,6 +171,38 @@ def test_no_more_room_is_made_than_another_layer_needs(folder: Path) -> None:
             cache.update(states, states, layer)
         assert cache._pager.share.nbytes - cache._pager.share.bytes_in_use == 2 * states.nbytes
         assert cache.stats().bytes_written == 0
+
+
+class Slabs:
+    """Space in one file, of bytes in memory."""
+
+    bytes_in_use = 0
+
+    def __init__(self) -> None:
+        self.file = torch.zeros(MIB, dtype=torch.uint8)
+
+    def allocate(self, nbytes: int) -> list[Piece]:
+        self.bytes_in_use += nbytes
+        return [Piece(0, 0, nbytes, Extent(self.bytes_in_use - nbytes, nbytes))]
+
+    def move_all(self, moves: list[tuple[Piece, torch.Tensor]], _: Any, is_write: bool, __: Any) -> None:
+        for piece, memory in moves:
+            there = self.file[piece.extent.start : piece.extent.start + piece.nbytes]
+            (there if is_write else memory).copy_(memory if is_write else there)
+
+
+def test_a_window_may_skip_tokens_for_which_there_is_room() -> None:
+    for skipped in (0, 2, 3, 50):
+        segments = Segments(Slabs(), 0, [(2, 8), (1, 4)])  # type: ignore[arg-type]
+        values = [torch.randint(256, (rows, 100 * size), dtype=torch.uint8) for rows, size in [(2, 8), (1, 4)]]
+        for token in [*range(10), *range(10 + skipped, 17 + skipped)]:  # the tenth has room for three others
+            alone = [value[:, token * size : (token + 1) * size] for value, size in zip(values, (8, 4), strict=True)]
+            segments.write(token, token + 1, (alone, token), alone[0])
+        back = [torch.zeros_like(value) for value in values]
+        assert segments.read(10 + skipped, 17 + skipped, (back, 0), [], Priority.DEMAND) == 7 * segments.token_bytes
+        for value, same, size in zip(values, back, (8, 4), strict=True):
+            span = slice((10 + skipped) * size, (17 + skipped) * size)
+            assert torch.equal(value[:, span], same[:, span])
 
 
 @pytest.mark.parametrize(("code", "of"), [(errno.ENOSPC, r".*of keys and values of layer"), (errno.EIO, ": 'slab'$")])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
-from nvme_ops.memory.tier import PooledTier
+from nvme_ops.memory.pool import charge_of
+from nvme_ops.memory.tier import Share
 from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import Entry, tensors_over
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
@@ -18,6 +19,7 @@ from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.striped import Piece
 
 _SEGMENTS = 32  # the fewest in a budget, as far as pages allow
+_MARGIN = 4  # that part of the memory is asked for at most, for one segment
 _LARGEST = 256 << 20  # bytes of one: each row is copied by itself, and a large batch has short ones
 
 
@@ -75,17 +77,18 @@ class HostSegments(Policy[TokenSegment]):
 
     Args:
         device: the accelerator.
-        nbytes: of host memory.
+        share: host memory.
+        make_way: has others leave what is ``wanted``, as far as they give way.
     """
 
     name = "keys and values in host memory"
     _closed_error = "this NvmeCache is closed"
     _forked_error = "this NvmeCache is the parent process's: make one of its own in this one"
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._residency = Residency()
-        super().__init__(self._residency.lock, PooledTier(nbytes).share(), self, Stats())
-        self.segment_bytes = min(_LARGEST, nbytes // _SEGMENTS)  #: of the largest
+    def __init__(self, device: torch.device, share: Share, make_way: Callable[[], object]) -> None:
+        self._residency, self._make_way, self._asked = Residency(), make_way, 0
+        super().__init__(self._residency.lock, share, self, Stats())
+        self.segment_bytes = min(_LARGEST, share.nbytes // _SEGMENTS)  #: of the largest
         self.streams = [CopyStream(device), CopyStream(device)]  # to the accelerator, and from there
         self._leaving = deque[Copy]()  # from the accelerator, the oldest first
         self._bytes: dict[Owner, int] = {}  # of each layer
@@ -98,11 +101,16 @@ class HostSegments(Policy[TokenSegment]):
         Raises OSError if others cannot be written.
         """
         with self.lock:
-            self._wanted = segment
+            self._wanted, self._asked = segment, max(self._asked, charge_of(segment.nbytes))
+            self._make_way()
             while (memory := self._residency.memory_for(self, segment, -1)) is None:
-                if not (victims := self.victims(-1)):
+                if self._asked < self.share.nbytes // _MARGIN:  # what others have may take more than they count
+                    self._asked *= 2
+                    self._make_way()
+                elif victims := self.victims(-1):
+                    self._residency.wait_until_written(self, victims[0])
+                else:
                     return False
-                self._residency.wait_until_written(self, victims[0])
             segment.memory = segment.values = memory
             segment.own_tensors = tensors_over(memory)
             self.present[segment] = None
@@ -118,7 +126,7 @@ class HostSegments(Policy[TokenSegment]):
         return copy
 
     def copy_to(self, parts: Sequence[Part], source: torch.Tensor, transfers: list[IoFuture]) -> None:
-        """Starts to copy here what is in ``source``, of an accelerator; adds to ``transfers`` the one that keeps it."""
+        """Starts to copy here from ``source``, of the accelerator; adds to ``transfers`` the one that keeps it."""
         if not parts:
             return
         copy = Copy(self.streams[1])
@@ -156,6 +164,10 @@ class HostSegments(Policy[TokenSegment]):
 
     # The policy
 
+    def wanted(self) -> int:
+        """Returns the bytes of what is here, and of one more segment, or what had to be asked for to get it."""
+        return sum(charge_of(segment.nbytes) for segment in self.present) + self._asked
+
     def victims(self, after: int) -> Sequence[TokenSegment]:
         """Returns the first full segment of the layer that has most, if it has more than the one that asks will."""
         del after
@@ -175,6 +187,7 @@ class HostSegments(Policy[TokenSegment]):
         if isinstance(entry.queued, Copy):
             entry.queued.wait(None)
         super().discard(entry)
+        self._asked = 0
 
     def out_of_memory(self, entry: TokenSegment) -> MemoryError:
         """Is never called."""

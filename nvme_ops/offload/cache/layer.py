@@ -140,6 +140,7 @@ class PagedLayer(Entry):
         before, after = self.tokens, self.tokens + keys.shape[2]
         for which, states in enumerate((keys, values)):
             self._typed(which)[:, :, before - self._base : after - self._base].copy_(states.detach())
+        self.changed = True  # first: with full pages that no file has it must not leave memory
         self.tokens = after
         seen = 0 if self._window is None else max(0, before - self._window + 1)
         visible = self._from(0, seen), self._from(1, seen)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache
@@ -186,7 +186,7 @@ class NvmeCache(Closing, DynamicCache):
             size such as ``"4G"``; ``"auto"``, and None, is 7/8 of what is free when the first ones come. With 0, or
             None where a device does not say what is free, they stay in ordinary host memory and are copied at each use.
         host_budget: the same of host memory; on an accelerator beside its own, and 0 is none.
-        memory: in place of budgets of its own, host memory that is shared with streamed weights, which give way.
+        memory: in place of budgets of its own, memory that is shared with others: streamed weights give way.
         config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
             recurrent state instead of keys and values are supported: their state stays in memory.
         handle: moves the bytes; one for the whole process when None.
@@ -210,7 +210,7 @@ class NvmeCache(Closing, DynamicCache):
     ) -> None:
         given = _budgets(memory_budget, memory, device_budget, host_budget)
         layers = None if config is None else _layers_of(config)
-        self._pager = pager = Pager(folder, given, handle)
+        self._pager = pager = Pager(folder, memory, given, handle)
         if layers is not None:
             paged = (NvmeLayer, NvmeHybridLayer)
             Cache.__init__(
@@ -257,8 +257,8 @@ class NvmeCache(Closing, DynamicCache):
 
 def _budgets(
     memory_budget: Size, memory: Memory | None, device_budget: Size, host_budget: Size
-) -> Memory | Callable[[torch.device], tuple[torch.device, Budgets]]:
-    """Returns memory that is shared, or what says for a device where keys and values of it are, and the budgets there.
+) -> Callable[[torch.device], tuple[torch.device, Budgets]] | None:
+    """Returns what says for a device where its keys and values are, and the budgets there; None: in ``memory``.
 
     Raises TypeError or ValueError for what no device could have.
     """
@@ -272,8 +272,13 @@ def _budgets(
         if size not in (None, "auto"):
             bytes_of(name, size, least)
     host = memory_budget if host_budget is None else host_budget
+    if memory is not None and device_budget is memory_budget is None:
+        budget_of(None, memory)
+        if not memory.is_on_cpu:
+            return lambda device: (device, budgets_of(device, None, memory, None, host_budget))
     if memory is not None or (host is None and device_budget is None):
-        return cast("Memory", budget_of(host if device_budget is None else device_budget, memory))
+        budget_of(host if device_budget is None else device_budget, memory)
+        return None
 
     def budgets(device: torch.device) -> tuple[torch.device, Budgets]:
         if device_budget in (None, "auto"):

@@ -80,8 +80,9 @@ class Pager(Policy[Entry]):
 
     Args:
         folders: where the files are, each on a device of its own.
-        given: memory that is shared; or says, for the device that the first keys and values come from, where they are
-            and how much memory there is.
+        memory: is shared; None: there are budgets.
+        given: says, for the device that the first keys and values come from, where they are and how much memory there
+            is; None: in ``memory``, of the host.
         handle: moves the bytes.
     """
 
@@ -93,19 +94,13 @@ class Pager(Policy[Entry]):
     def __init__(
         self,
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        given: Memory | Callable[[torch.device], tuple[torch.device, Budgets]],
+        memory: Memory | None,
+        given: Callable[[torch.device], tuple[torch.device, Budgets]] | None,
         handle: aio_handle | None,
     ) -> None:
-        cpu = torch.device("cpu")
-        self._memory = given if isinstance(given, Memory) else None
-        self._given = None if isinstance(given, Memory) else given  # until it is known where they are used
-        self._residency = Residency() if self._memory is None else self._memory.residency
-        share = Tier(0, cpu).share() if self._memory is None else self._memory.share(cpu)
-        super().__init__(self._residency.lock, share, _Files(), CacheStats())
-        if self._memory is not None:
-            share.at_end = True  # layers do not lie among what gives way to them
-            self.patience = Policy.patience  # for what others are reading into it
-            self._set_budget(self._memory.nbytes)
+        self._memory, self._given = memory, given  # until it is known where they are used
+        self._residency = Residency() if memory is None else memory.residency
+        super().__init__(self._residency.lock, Tier(0, torch.device("cpu")).share(), _Files(), CacheStats())
         self._host: HostSegments | None = None
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
@@ -122,8 +117,8 @@ class Pager(Policy[Entry]):
             if not self._slabs.is_measured:
                 self._slabs.measure()
             self._session.lend("", self)
-            if self._memory is not None:
-                self._memory.join(self)
+            if memory is not None and given is None:
+                self._share(memory, torch.device("cpu"))
             undo.pop_all()
         self._residency.join(self)
 
@@ -134,14 +129,26 @@ class Pager(Policy[Entry]):
     def _set_budget(self, nbytes: int) -> None:
         self.budget, self._page_bytes = nbytes, min(_LARGEST_PAGE, nbytes // _PAGES)
 
+    def _share(self, memory: Memory, device: torch.device) -> None:
+        """Takes a part of memory that is shared. Raises ValueError if that is another device's, or too small."""
+        self.share = memory.share(device)
+        self.share.at_end = device.type == "cpu"  # layers do not lie among what gives way to them
+        self.patience = Policy.patience  # for what others are reading into it
+        self._set_budget(memory.nbytes)
+        memory.join(self)
+
     def _place(self, device: torch.device) -> None:
         """Takes memory where the first keys and values are."""
         if self._given is None:
             return
         device, budgets = self._given(device)
-        self.share = tier_on(device, max(PAGE, budgets.nbytes // PAGE * PAGE)).share()
-        self._host = HostSegments(device, host) if (host := budgets.host()) else None
-        self._set_budget(budgets.nbytes)
+        if isinstance(budgets.own, Memory):
+            self._share(budgets.own, device)
+        else:
+            self.share = tier_on(device, max(PAGE, budgets.nbytes // PAGE * PAGE)).share()
+            self._set_budget(budgets.nbytes)
+        if host := budgets.host():
+            self._host = HostSegments(device, budgets.host_tier().share(host), self._balance)
         self._given = None
 
     # What is done with a layer
@@ -267,6 +274,10 @@ class Pager(Policy[Entry]):
         taken = sum(max(size, 0 if layer.memory is None else layer.memory.nbytes) for layer, size in sizes.items())
         return taken + max([*sizes.values(), self._asked]) + tails
 
+    def wanted_below(self) -> int:
+        """Returns the bytes of host memory for keys and values."""
+        return 0 if self._host is None else self._host.wanted()
+
     def allocate(self, entry: Entry) -> torch.Tensor | None:
         """Returns memory; tails, which never leave, lie at its end, and nowhere among what others need."""
         is_tail = isinstance(entry, _Tail)
@@ -385,6 +396,9 @@ class Pager(Policy[Entry]):
     def _ask(self, nbytes: int) -> None:
         """Has others give way if they are to."""
         self._asked = in_pages(nbytes)
+        self._balance()
+
+    def _balance(self) -> None:
         if self._memory is not None:
             self._memory.balance()
 

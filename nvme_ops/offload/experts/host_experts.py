@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import time
 from collections.abc import Iterator
 from typing import cast
@@ -154,6 +155,12 @@ class HostExperts(HostCopies):
         return read
 
     # The policy
+
+    def resize(self, nbytes: int) -> None:
+        """Sets how much memory there is for experts."""
+        with self.lock:
+            self.share.nbytes, self._worth = nbytes, math.inf
+            self._residency.make_room(self, 0, -1)
 
     def victims(self, after: int) -> Iterator[FileEntry]:
         """Yields the copies of those that have risen, then experts that are worth less than the one that sinks now.

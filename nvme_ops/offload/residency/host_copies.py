@@ -10,6 +10,7 @@ import torch
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
+from nvme_ops.memory.pool import charge_of
 from nvme_ops.memory.tier import Share
 from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import tensors_over
@@ -41,7 +42,7 @@ class HostCopies(Policy[FileEntry]):
     def __init__(self, device: torch.device, share: Share, shared: SharedFiles | None = None) -> None:
         self._residency, self._files, self._shared = Residency(), ModelFiles(), shared
         super().__init__(self._residency.lock, share, shared or self._files, Stats())
-        self.streams = [CopyStream(device)]
+        self.streams, self._is_short = [CopyStream(device)], False
         self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
         self._copying: dict[FileEntry, Copy] = {}  # the last one from each to the accelerator
         self._residency.join(self)
@@ -54,6 +55,11 @@ class HostCopies(Policy[FileEntry]):
             staying = set(kept.values())
             for copy in [copy for copy in self.present if copy not in staying]:
                 self._residency.evict(self, copy)
+
+    def room(self, sizes: Collection[int]) -> int:
+        """Returns the bytes for which there is room of entries of such sizes: a pool rounds each of them up."""
+        charged = sum(sizes) if self._shared is not None else sum(map(charge_of, sizes))
+        return self.share.nbytes * sum(sizes) // max(1, charged)
 
     def entries(self, among: Iterable[FileEntry] = ()) -> set[FileEntry]:
         """Returns the entries that are here, or on their way; and those ``among`` others that other processes have."""
@@ -86,7 +92,9 @@ class HostCopies(Policy[FileEntry]):
         if not self._copying_away():
             self._copies.pop(entry, None)
             self.share.nbytes = self.share.bytes_in_use
-            warnings.warn(_FULL.format(size_words(self.share.nbytes)), RuntimeWarning, stacklevel=1)
+            if not self._is_short:
+                warnings.warn(_FULL.format(size_words(self.share.nbytes)), RuntimeWarning, stacklevel=1)
+            self._is_short = True
         return False
 
     def _copying_away(self) -> bool:

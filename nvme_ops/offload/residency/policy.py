@@ -96,6 +96,13 @@ class Policy(Usable, Generic[E]):
         """Sets how much memory it has."""
         self.share.nbytes = nbytes
 
+    def wanted_below(self) -> int:
+        """Returns the bytes of host memory, below that of an accelerator, that others have to leave to it."""
+        return 0
+
+    def resize_below(self, nbytes: int) -> None:
+        """Sets how much of that memory others leave to it, as far as it gives way."""
+
     def has_share_for(self, entry: E) -> bool:
         """Returns whether an entry fits its share beside what is in use."""
         return self.share.bytes_in_use + in_pages(entry.nbytes) <= self.share.nbytes

@@ -109,6 +109,8 @@ class Window(Policy[_Weight]):
         self.experts, self._packed, self._share_of_experts = experts, packed, share_of_experts
         self._counts: Sequence[tuple[_Weight, float]] = [(weight, 1.0) for weight in weights]  # how often each is used
         self._whole = set[Source]()  # packed weights that were used as a whole
+        self._left_below = self.host_bytes  # that others leave
+        self._most_below = 0 if host is None else host.share.nbytes  # for others than experts, which come after them
         self._place()
         residency.join(self)
 
@@ -305,6 +307,18 @@ class Window(Policy[_Weight]):
             self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
             self._place()
 
+    def resize_below(self, nbytes: int) -> None:
+        """Sets how much host memory there is for weights; experts have what others leave."""
+        if self._host is None or nbytes == self._left_below:
+            return
+        self._left_below, rest = nbytes, nbytes
+        if self.experts is not None and self.experts.host is not None:
+            rest = min(nbytes, self._most_below)
+            self.experts.host.resize(nbytes - rest)
+        self._host.share.nbytes = rest
+        self._passed = self.share.nbytes  # has reading ahead planned anew
+        self._place()
+
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
         """Chooses anew which weights stay in memory, by how often each was used."""
         self._counts = counts
@@ -320,7 +334,8 @@ class Window(Policy[_Weight]):
         ]
         host, in_host = 0, set[FileEntry]()
         if self._host is not None:
-            host, in_host = self._host.share.nbytes, self._host.entries(weight for weight, _, _ in weights)
+            host = self._host.room([nbytes for _, _, nbytes in weights])
+            in_host = self._host.entries(weight for weight, _, _ in weights)
         self._keep, below = placements(weights, self.share.nbytes, host, in_host)
         if self._host is not None:
             self._host.keep(below)
