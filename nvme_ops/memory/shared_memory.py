@@ -201,11 +201,11 @@ class SharedMemory(Tracked):
             return False
         return True
 
-    def locked(self, work: Callable[..., T], *arguments: object) -> T:
+    def locked(self, work: Callable[..., T], *arguments: object, patience: float | None = None) -> T:
         """Calls a function while no other process keeps, frees or names pieces. OSError if it waits in vain."""
         if self._fd < 0:
             raise OSError(errno.EBADF, "the memory that processes share is the parent's")
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
         try:
             while not self._lock(_TABLE, fcntl.F_WRLCK):
                 if time.monotonic() > deadline:
@@ -429,8 +429,8 @@ class SharedTier(Tier):
                 return
             self._looked = now
             if left := self.memory.left({kept.piece for kept in self._kept.values()}):
-                with contextlib.suppress(OSError):
-                    self.memory.locked(self.memory.release, left)
+                with contextlib.suppress(OSError):  # another process is at it, or does not go on
+                    self.memory.locked(self.memory.release, left, patience=0)
 
     def close(self) -> None:
         """Gives up what is not used."""

@@ -196,14 +196,23 @@ def test_processes_that_stand_still_are_no_reason_to_wait(what: str, monkeypatch
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_a_process_is_stopped_while_it_has_the_lock(what: str, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.2)
     process = Process(what)
     child = os.fork()
     if child == 0:
-        opened(what).locked(os.kill, os.getpid(), signal.SIGSTOP)
-        signal.pause()
+        try:
+            other = Process(what)
+            held = other.get(TWO)
+            other.memory.locked(os.kill, os.getpid(), signal.SIGSTOP)
+            del held
+            signal.pause()
+        finally:
+            os._exit(1)
     try:
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        begin, process.tier._looked = time.monotonic(), 0.0
+        process.tier.collect()
+        assert time.monotonic() - begin < 2, "what may be left of others is no reason to wait"
+        monkeypatch.setattr(module, "_PATIENCE", 0.2)
         begin = time.monotonic()
         assert process.tier.allocate_for(ONE, MIB, process.share) is None
         assert time.monotonic() - begin < 2, "it waits no longer than that"
