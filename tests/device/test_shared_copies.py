@@ -129,15 +129,20 @@ def test_nothing_is_shared(device: Simulated, path: Path, why: str) -> None:
 
 
 @on_simulated
-@pytest.mark.parametrize("times", [4, pytest.param(30, marks=pytest.mark.nightly)])
-def test_processes_are_killed_at_any_moment(device: Simulated, path: Path, times: int) -> None:
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("times", [2, pytest.param(30, marks=pytest.mark.nightly)])
+def test_processes_are_killed_at_any_moment(device: Simulated, path: Path, name: str, times: int) -> None:
     """Another one goes on meanwhile, and then from what they have filled; nothing is left in the end."""
-    with device.computing(), opened(device, path, "0") as model:
+    budgets = {}
+    if name == "Qwen3Moe":
+        path, kind = saved(path, name)
+        budgets = {"device_budget": nbytes(kind.from_pretrained(path)) // 2}
+    with device.computing(), opened(device, path, "0", **budgets) as model:
         wanted = logits_of(device, model)
     del model
     for number in range(times):
-        with device.computing(), opened(device, path) as model, ThreadPoolExecutor(1) as pool:
-            killed = pool.submit(other_process, path, 10 ** -random.Random(number).uniform(0.5, 3))
+        with device.computing(), opened(device, path, **budgets) as model, ThreadPoolExecutor(1) as pool:
+            killed = pool.submit(other_process, path, 10 ** -random.Random(number).uniform(0.5, 3), **budgets)
             while number % 2 and not killed.done():
                 assert torch.equal(logits_of(device, model), wanted)
             killed.result()

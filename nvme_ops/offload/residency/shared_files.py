@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -106,7 +106,7 @@ class _Filling(JoinedOperation):
     """
 
     def __init__(
-        self, memory: SharedMemory, piece: int, begin: Callable[[], list[IoFuture]], files: Collection[WeightFile]
+        self, memory: SharedMemory, piece: int, begin: Callable[[], list[IoFuture]], files: set[WeightFile]
     ) -> None:
         super().__init__([], lambda _: None)
         self._memory, self._piece, self._files = memory, piece, files
@@ -160,9 +160,7 @@ def _files_of(entry: FileEntry) -> set[WeightFile]:
     return {extent.file for extent, _ in entry.reads}
 
 
-def _end_to_fill(
-    failure: BaseException | None, memory: SharedMemory, piece: int, files: Collection[WeightFile]
-) -> None:
+def _end_to_fill(failure: BaseException | None, memory: SharedMemory, piece: int, files: set[WeightFile]) -> None:
     is_complete = False
     try:
         if failure is None:
