@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import AwaitedPool, Held, Pool, charge_of
 
 _HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
+_REFUSED = 1.0  # seconds: torch frees all that it has cached before it says that an accelerator has no more memory
 _libc = ctypes.CDLL(None)
 
 Made = tuple[Any, Any]  # what gives a part back when it is freed, and what is handed out
@@ -45,6 +47,7 @@ class Share:
     """
 
     at_end = False  #: all of it is taken from the end of the memory
+    refusal: RuntimeError | None = None  #: why an accelerator had no memory for this when it was last asked
 
     def __init__(self, tier: Tier, nbytes: int) -> None:
         self.nbytes, self.device = nbytes, tier.device
@@ -67,6 +70,11 @@ class Share:
     def largest(self) -> int:
         """Bytes of the largest part that can be allocated now."""
         return min(self._tier.largest, self.nbytes - self.bytes_in_use)
+
+    def ask_again(self) -> bool:
+        """Has an accelerator asked for more memory, although it has just refused some; returns whether it has."""
+        self.refusal = None
+        return self._tier.ask_again()
 
     def allocate(self, nbytes: int, at_end: bool = False) -> torch.Tensor | None:
         """Returns a ``torch.uint8`` tensor of ``nbytes`` (at least 1), in whole pages; None if there is no room.
@@ -110,6 +118,7 @@ class Tier:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = nbytes, device
         self.boundary = nbytes  #: where the memory begins of shares that take it from the end; may be changed
+        self._most, self._until = nbytes, 0.0  # what an accelerator has had, and until when it is not asked for more
         self._in_use = 0
         self._lock = forkable_lock()
         self._held: Held[_Part] = Held()
@@ -152,6 +161,10 @@ class Tier:
                 self._in_use += size
                 share.in_use += size
                 self._held.add(owner, (start, size, share.ref))
+            except torch.cuda.OutOfMemoryError as error:  # torch's, of any accelerator: nothing was counted yet
+                share.refusal = error.with_traceback(None)
+                self._most, self._until = self._in_use, time.monotonic() + _REFUSED
+                return None
             except BaseException:
                 self._held.interrupted = True
                 raise
@@ -168,10 +181,16 @@ class Tier:
         """Bytes of the largest part that there is memory for now."""
         return self.nbytes - self._in_use
 
+    def ask_again(self) -> bool:
+        """See ``Share``."""
+        until, self._until = self._until, 0.0
+        return time.monotonic() < until
+
     def _reserve(self, size: int, share: Share, at_end: bool) -> int | None:
         """Takes a part; returns where it begins, or None if there is no room in one piece."""
         del share, at_end
-        return 0 if self._in_use + size <= self.nbytes else None
+        most = self.nbytes if time.monotonic() >= self._until else min(self._most, self.nbytes)
+        return 0 if self._in_use + size <= most else None
 
     def _give_up(self, start: int, nbytes: int) -> Made:
         """Returns what stands for memory that is used elsewhere."""

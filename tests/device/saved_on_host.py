@@ -65,6 +65,40 @@ def dropped(folder: str) -> None:
         del model, saving
 
 
+def without_memory(folder: str, host_budget: str) -> None:
+    """A step for which the accelerator has no memory at some point ends by torch's error; the next one is right."""
+    device, given = private_device(), torch.linspace(-1, 1, 256).repeat(256, 1)
+    usual, model, there, kept, done = network(), network().to(device.device()), device.tensor(given), list[Any](), 0
+    usual(given).sum().backward()
+    saving = save_on_nvme(folder, device_budget="1M", host_budget=host_budget, min_bytes="64K")
+
+    def step() -> None:
+        model.zero_grad()
+        with saving:
+            loss = model(there).sum()
+        loss.backward()
+        for param, wanted in zip(model.parameters(), usual.parameters(), strict=True):
+            assert torch.equal(gradient_of(param).cpu(), gradient_of(wanted))
+
+    with device.computing():
+        step()
+        before = device.now.allocations.made
+        step()
+        for place in range(0, device.now.allocations.made - before, 5):
+            for failing in (1, -1):
+                try:
+                    with device.failing("allocation", place, failing):
+                        step()
+                    done += failing == 1
+                except torch.cuda.OutOfMemoryError as error:
+                    kept = [error]
+                step()
+                assert saving.stats().peak_bytes <= 2 << 20
+    assert done, "what was unused has left"
+    assert kept
+    saving.close()
+
+
 def evicted(folder: str) -> None:
     """What another thread evicts as it arrives is read again; it was taken for modified."""
     device = private_device()

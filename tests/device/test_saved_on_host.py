@@ -26,9 +26,9 @@ def test_gradients_are_right_in_any_order_of_work(folder: Path, host_budget: str
     run_python(SAVING, "gradients", folder, host_budget, seeds)
 
 
-@pytest.mark.parametrize("what", ["dropped", "evicted"])
-def test_graphs_and_tensors_that_go_while_copies_are_queued(folder: Path, what: str) -> None:
-    run_python(SAVING, what, folder)
+@pytest.mark.parametrize("what", [["dropped"], ["evicted"], ["without_memory", "1200K"]])
+def test_what_goes_while_copies_are_queued_or_finds_no_memory(folder: Path, what: list[str]) -> None:
+    run_python(SAVING, what[0], folder, *what[1:])
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(100, marks=pytest.mark.nightly)])

@@ -242,7 +242,11 @@ class Activations(Policy[Unit]):
                         raise modified(unit.dtype, unit.shape)
                     if begun := unit.memory is None:
                         self._shrink(self._most - unit.nbytes, used=True)
-                        self._residency.begin(self, unit, Priority.DEMAND)
+                        try:
+                            self._residency.begin(self, unit, Priority.DEMAND)
+                        except torch.cuda.OutOfMemoryError:
+                            self._shrink(0, used=False)
+                            self._residency.begin(self, unit, Priority.DEMAND)
                         self._bytes += unit.nbytes
                     unit.demanded = True
                     memory, arrival = unit.memory, unit.arrival
@@ -659,7 +663,7 @@ class Activations(Policy[Unit]):
                 try:
                     self._residency.begin(self, other, Priority.PREFETCH)
                     self._bytes += other.nbytes
-                except OSError:  # it is raised on demand
+                except (OSError, torch.cuda.OutOfMemoryError):  # it is raised on demand
                     return
             del self._away[bisect.bisect_left(self._away, number)]
 

@@ -161,6 +161,8 @@ class Residency:
     ) -> torch.Tensor | None:
         """Evicts entries until there is memory in one piece; returns None if there is none now. Call it with the lock.
 
+        Raises torch's own error if an accelerator has none, and what may leave has left.
+
         Args:
             policy: has the entry.
             entry: needs memory.
@@ -184,6 +186,12 @@ class Residency:
                 memory = take(entry)
                 if memory is not None:
                     return memory
+        if after < 0 and policy.share.ask_again():
+            if (memory := take(entry)) is not None:
+                return memory
+            is_leaving = any(other.leaving is not None and not other.is_used() for other in policy.present)
+            if policy.share.refusal is not None and not is_leaving:
+                raise policy.share.refusal
         return None
 
     def borrow(self, policy: Policy[Any], nbytes: int, patient: bool = False) -> object | None:

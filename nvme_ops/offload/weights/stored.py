@@ -25,6 +25,7 @@ from nvme_ops.lazy.offloaded import (
     offloaded_in,
     outline_of,
 )
+from nvme_ops.offload.residency.entry import free_frames
 from nvme_ops.offload.weights.window import Window, read_now
 from nvme_ops.storage.source import FileExtent, Source, WeightFile, concatenated, narrowed
 
@@ -130,7 +131,12 @@ class StoredTensor(OffloadedTensor):
                 raise MemoryError(self._weights.too_early)
             return self.to_memory()
         room = functools.partial(self._weights.open().room, self._source)
-        return self.expanded(self._weights.fetch(self._source) if stored is None else stored, room)
+        try:
+            return self.expanded(self._weights.fetch(self._source) if stored is None else stored, room)
+        except BaseException as error:
+            del stored
+            free_frames(error)
+            raise
 
     def expanded(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
         """Returns the values of this tensor, made of the stored ``values`` in memory that ``room(nbytes)`` returns."""
