@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.base.limits import free_memory, host_bytes, less_an_eighth
-from nvme_ops.base.text import bytes_of
 from nvme_ops.memory.tier import PooledTier
 from nvme_ops.offload.memory import Memory, budget_of
 
@@ -80,18 +79,16 @@ def budgets_of(
             raise ValueError("device_budget= is memory of an accelerator, and this computes on the CPU: host_budget=")
         if host_budget is not None and memory_budget is not None:
             raise TypeError("host_budget= and memory_budget= are the same on the CPU: give one of them")
-        given = memory_budget if host_budget is None else host_budget
+        name, given = ("memory_budget", memory_budget) if host_budget is None else ("host_budget", host_budget)
         if given == _AUTO:
             given = less_an_eighth(free_memory())
-        elif host_budget is not None:
-            given = bytes_of("host_budget", host_budget, least=least)
-        return Budgets(budget_of(given, memory, default, least))
+        return Budgets(budget_of(given, memory, default, least, name))
     if device_budget is not None and memory_budget is not None:
         raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")
-    given = memory_budget if device_budget is None else device_budget
+    name, given = ("memory_budget", memory_budget) if device_budget is None else ("device_budget", device_budget)
     if memory is None and (given == _AUTO or (given is None and default is None)):
         given = _free_on(device)
-    own = budget_of(given, memory, default, least)
+    own = budget_of(given, memory, default, least, name)
     if isinstance(own, Memory) and own.host is not None:
         if host_budget is not None:
             raise TypeError("memory= has host memory already: give host_budget= or Memory(host=)")

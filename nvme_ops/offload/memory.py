@@ -280,14 +280,18 @@ class Buffers(_Outside):
 
 
 def budget_of(
-    memory_budget: int | str | None, memory: Memory | None, default: str | None = None, least: int = 1
+    memory_budget: int | str | None,
+    memory: Memory | None,
+    default: str | None = None,
+    least: int = 1,
+    name: str = "memory_budget",
 ) -> int | Memory:
-    """Returns the budget that a user was given, in bytes or shared.
+    """Returns the budget that a user was given as ``name``, in bytes or shared.
 
     Raises TypeError unless it is one of both, or neither and there is a ``default``.
     """
     if memory is None and (given := default if memory_budget is None else memory_budget) is not None:
-        return bytes_of("memory_budget", given, least=least)
+        return bytes_of(name, given, least=least)
     if memory is None or memory_budget is not None:
         raise TypeError("either memory_budget= or memory= says how much memory there is")
     if not isinstance(memory, Memory):

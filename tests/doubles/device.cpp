@@ -541,6 +541,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool through_host = from.is_cpu() || to.is_cpu();
   const OnDevice guard(to.is_cpu() ? from.device() : to.device());
   const c10::Stream stream = Guard().getStream(Guard().getDevice());
+  if (!through_host && from.device() != to.device()) Guard().synchronizeStream(Guard().getStream(from.device()));
   if (from.is_contiguous() && to.is_contiguous() && from.sizes() == to.sizes() &&
       from.scalar_type() == to.scalar_type()) {
     if (from.numel() > 0) queue(stream_of(stream), {to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), {}});

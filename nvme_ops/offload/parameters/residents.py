@@ -248,7 +248,8 @@ class Residents(Policy[Resident]):
         """Raises MemoryError if a tensor is larger than the budget, or than what is left of memory that is shared."""
         nbytes = in_pages(entry.nbytes)
         if nbytes > self.share.nbytes and not (self._memory is not None and self._memory.has_room(self, nbytes)):
-            what = "a memory_budget" if self._memory is None else "what other users leave of a Memory"
+            own = "a memory_budget" if self.device.type == "cpu" else "a device_budget"
+            what = own if self._memory is None else "what other users leave of a Memory"
             raise MemoryError(
                 f"a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}, does not fit {what} "
                 f"of {size_words(self.budget)}"
