@@ -1,6 +1,6 @@
 """Random programs over tensors on storage, each run on plain torch as well: the same bits, or a refusal.
 
-    python -m tests.offload.random_programs swap_params 20000
+    TMPDIR=/dev/shm python -m tests.offload.random_programs swap_params 0 20000
 
 A program is a list of statements of Python over one small model. It is written from a seed, on plain torch alone, so
 that a seed is the same program whatever is tested. Each statement runs with the capability first. What that refuses, in
@@ -24,6 +24,7 @@ from nvme_ops.base import lifetime
 from nvme_ops.offload.experts import experts
 from nvme_ops.offload.residency import placement, policy
 from nvme_ops.offload.weights import window
+from nvme_ops.storage import slab
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
 from tests.offload.random_mixture import Mixture, MixtureWriter
@@ -68,6 +69,7 @@ def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] 
     for owner, name, value in (  # memory that others hold is given up soon, and small weights are streamed too
         *((owner, "patience", 0.005) for owner in (policy.Policy, window.Window, experts.Experts)),
         (lifetime, "_POLL", 0.002), (placement, "_SMALL", 0),
+        (slab.Slab.__init__, "__defaults__", (1 << 20,)),  # a tmpfs fills what is allocated: 256 MiB for each program
     ):  # fmt: skip
         setattr(owner, name, value)
     torch.set_num_threads(1)
