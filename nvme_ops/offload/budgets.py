@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.base.limits import free_memory, host_bytes, less_an_eighth
+from nvme_ops.base.text import bytes_of
 from nvme_ops.memory.tier import PooledTier
 from nvme_ops.offload.memory import Memory, budget_of
 

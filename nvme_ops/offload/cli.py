@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvme_ops import __version__
 from nvme_ops.base.command_line import command, command_line, in_flags, positive, say, show
-from nvme_ops.base.command_line import size as size_argument
 from nvme_ops.base.energy import Meter, total, used
 from nvme_ops.base.progress import progress_bar
 from nvme_ops.base.text import (
@@ -32,9 +33,17 @@ from nvme_ops.base.text import (
 if TYPE_CHECKING:
     import torch
 
+    from nvme_ops.offload.plan.estimate import Sizes
+
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
-_HOST_HELP = "for weights that a GPU has no room for (what is free, less an eighth); 0: none"
+_FLAG_OF = {
+    **dict.fromkeys(("a memory_budget", "a device_budget", "memory_budget", "device_budget"), "--memory"),
+    "host_budget": "--host-memory",
+}
+_AUTO = "auto"
+_MEMORY_HELP = "for weights, where it computes: such as 16G, or auto: what is free, less an eighth ({})"
+_HOST_HELP = "for what a GPU has no room for, 0 for none (auto)"
 _EPILOG = """\
 examples:
   nvme-offload plan Llama-70B --memory 16G                   tokens per second
@@ -62,15 +71,15 @@ def parser() -> argparse.ArgumentParser:
 
     words = "what to expect of a model with limited memory: speed, batch sizes, what limits it"
     command = _command(commands, "plan", words)
-    command.add_argument("--memory", type=size_argument, required=True, help="for weights, such as 16G")
-    command.add_argument("--host-memory", type=_host_size, metavar="SIZE", help=_HOST_HELP)
+    command.add_argument("--memory", type=_size, metavar="SIZE", default=_AUTO, help=_MEMORY_HELP.format(_AUTO))
+    command.add_argument("--host-memory", type=_size, metavar="SIZE", default=_AUTO, help=_HOST_HELP)
     command.add_argument("--folder", metavar="DIR", help="on the storage to plan for (that of MODEL)")
     command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="sizes (1 4 16 64)")
     command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
     command.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="after the prompt (128)")
     command.add_argument(
         "--train", action="store_true",
-        help="what to expect of training by AdamW on sequences of --prompt-length tokens; --memory is for everything",
+        help="what to expect of training by AdamW on sequences of --prompt-length tokens; memory is for everything",
     )  # fmt: skip
     command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
     command.add_argument("--watts", type=_amount, metavar="X", help="power of the machine (measured if possible)")
@@ -81,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
     args = command.add_mutually_exclusive_group(required=True)
     args.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     args.add_argument("--ids", type=_ids, metavar="1,2,3", help="the prompt as ids of tokens, without a tokenizer")
-    command.add_argument("--memory", type=size_argument, default=4 << 30, help="for weights (4G)")
-    command.add_argument("--host-memory", type=_host_size, metavar="SIZE", help=_HOST_HELP)
+    command.add_argument("--memory", type=_size, metavar="SIZE", default=4 << 30, help=_MEMORY_HELP.format("4G"))
+    command.add_argument("--host-memory", type=_size, metavar="SIZE", default=_AUTO, help=_HOST_HELP)
     command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
     command.add_argument("--batch", type=positive, default=1, metavar="N", help="copies of the prompt at once (1)")
     command.add_argument("--sample", action="store_true", help="draw tokens at random instead of the likeliest")
@@ -98,13 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_transformers()
         return {"plan": _plan, "generate": _generate}[args.command](args)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        words = in_flags(error, {"a memory_budget": "--memory", "a device_budget": "--memory"})
+        words = in_flags(error, _FLAG_OF)
         say(f"nvme-offload: {' '.join(words.split()) or type(error).__name__}")
         return 2
 
 
-def _host_size(text: str) -> int:
-    return parse_size(text, zero=True)
+def _size(text: str) -> int | str:
+    try:
+        return _AUTO if text == _AUTO else parse_size(text, zero=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
@@ -116,49 +128,97 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
     return made
 
 
+class _Planned(NamedTuple):
+    """What is to be planned, and where it computes."""
+
+    args: argparse.Namespace
+    device: torch.device
+    model: Any
+    about: dict[str, Any]
+    step: Callable[[str], None]  #: names what is measured next
+
+
 def _plan(args: argparse.Namespace) -> int:
-    from nvme_ops.offload.plan.estimate import estimate, inference_plan, inference_text, training_plan, training_text
-    from nvme_ops.offload.plan.probe import Layers, computing_of, rates, sizes_of
+    from nvme_ops.offload.plan.estimate import inference_text
+    from nvme_ops.offload.plan.probe import sizes_of
+    from nvme_ops.offload.plan.training import training_text
     from nvme_ops.offload.weights.model_files import weight_files
-    from nvme_ops.storage.rates import mixed_rate
 
     device, files = _device(args.device), weight_files(args.model)
+    if args.folder is not None and not os.path.isdir(args.folder):
+        raise ValueError(f"--folder {args.folder}: no folder")
     args.batch = sorted(set(args.batch))
-    with progress_bar(3 if args.train else 2 + len(args.batch)) as step:
+    args.memory, args.host_memory = _budgets(args, device)
+    steps = 2 if args.train else 1 + len(args.batch)
+    with progress_bar(1 + steps * (1 if device.type == "cpu" else 2)) as step:
         step("sizes")
         with _opened(args, device) as model:
             sizes, about = sizes_of(model)
             parameters = list(model.parameters())
         _require_context(model.config, args.prompt_length + (0 if args.train else args.new_tokens))
         step("storage")
-        prompt, new, memory = args.prompt_length, args.new_tokens, args.memory
-        if args.train:
-            folder = args.folder or os.path.dirname(os.path.abspath(files[0]))
-            rate, noise = mixed_rate(folder)
-            free = shutil.disk_usage(folder).free
-            step("computing")
-            with _timing(about):
-                trained = Layers(model, memory, device, memory).training(prompt, parameters)
-            plan = training_plan(about, trained, memory, rate, noise, free, args.batch, prompt)
-        else:
-            measured = rates(files, args.folder, device)
-            with _timing(about):
-                layers = Layers(model, memory, device, measured.device_free)
-                sizes = replace(sizes, cache=layers.cache_bytes())
-            fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
-            left_out = [batch for batch in args.batch if batch not in fit]
-            joules, begin = _joules_from_now(device), time.perf_counter()
-            computing = computing_of(layers, fit, prompt, prompt + new // 2, lambda batch: step(f"batch {batch}"))
-            estimates = [estimate(sizes, measured, computing[batch], batch, prompt, new) for batch in fit]
-            watts = args.watts
-            if watts is None and (spent := joules()) is not None:
-                watts = spent / (time.perf_counter() - begin)
-            plan = inference_plan(about, sizes, measured, estimates, left_out, memory, args.price_per_hour, watts)
+        planned = _Planned(args, device, model, about, step)
+        plan = _training(planned, files, parameters) if args.train else _inference(planned, files, sizes)
     if args.json:
         print(json.dumps(plan, indent=2))
     else:
         show(training_text(plan) if args.train else inference_text(plan))
     return 0
+
+
+def _training(planned: _Planned, files: Sequence[str], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    from nvme_ops.offload.plan.probe import CPU, Layers, free_on
+    from nvme_ops.offload.plan.training import Machine, training_plan
+    from nvme_ops.storage.rates import copy_rate, mixed_rate
+
+    args, device, model, about, step = planned
+    folder = args.folder or os.path.dirname(os.path.abspath(files[0]))
+    rate, noise = mixed_rate(folder)
+    machine = Machine(args.memory, rate, shutil.disk_usage(folder).free)
+    step("computing")
+    with _timing(about):
+        trained = Layers(model, args.memory, device, args.memory).training(args.prompt_length, parameters)
+        if device != CPU:
+            bus = copy_rate(device)
+            step("the CPU")
+            by_cpu = Layers(model, args.memory, CPU, args.memory).training(args.prompt_length, parameters).seconds
+            machine = replace(machine, host=args.host_memory, bus=bus, on_cpu=by_cpu)
+    about["memory_free"] = free_on(device)
+    return training_plan(about, trained, machine, noise, args.batch, args.prompt_length)
+
+
+def _inference(planned: _Planned, files: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    from nvme_ops.offload.plan.estimate import estimate, inference_plan
+    from nvme_ops.offload.plan.probe import CPU, Layers, computing_of, rates
+
+    args, device, model, about, step = planned
+    prompt, new = args.prompt_length, args.new_tokens
+    measured = rates(files, args.folder, device)
+    with _timing(about):
+        layers = Layers(model, args.memory, device, measured.device_free)
+        sizes = replace(sizes, cache=layers.cache_bytes())
+    fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
+    joules, begin = _joules_from_now(device), time.perf_counter()
+    times = prompt, prompt + new // 2
+    computing = computing_of(layers, fit, *times, lambda batch: step(f"batch {batch}"))
+    watts = args.watts
+    if watts is None and (spent := joules()) is not None:
+        watts = spent / (time.perf_counter() - begin)
+    by_cpu = {}
+    if device != CPU:
+        with _timing(about):
+            layers = Layers(model, args.memory, CPU, measured.host_free)
+        by_cpu = computing_of(layers, fit, *times, lambda batch: step(f"batch {batch}, the CPU"))
+    for batch in args.batch:
+        if fit and batch not in fit:  # too large to be timed
+            computing[batch] = computing[fit[-1]].scaled(batch / fit[-1])
+    estimates = [
+        estimate(sizes, measured, computing[batch], batch, prompt, new, by_cpu.get(batch))
+        for batch in sorted(computing)
+    ]
+    estimates = [entry for entry in estimates if entry.batch in fit or entry.nvme.fits]
+    left_out = sorted({*args.batch} - {entry.batch for entry in estimates})
+    return inference_plan(about, sizes, measured, estimates, left_out, args.memory, args.price_per_hour, watts)
 
 
 @contextlib.contextmanager
@@ -302,6 +362,7 @@ def _silence_transformers() -> None:
         raise ImportError("transformers is not installed: pip install 'transformers>=5'") from error
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
+    importlib.import_module("huggingface_hub.utils.logging").set_verbosity_error()  # it says each attempt
     logging.disable_progress_bar()
 
 
@@ -310,6 +371,19 @@ def _opened(args: argparse.Namespace, device: torch.device) -> Any:
 
     host = None if device.type == "cpu" else args.host_memory
     return from_pretrained(args.model, memory_budget=args.memory, host_budget=host, device=device)
+
+
+def _budgets(args: argparse.Namespace, device: torch.device) -> tuple[int, int]:
+    """Returns the bytes where it computes, and of host memory beside an accelerator's."""
+    from nvme_ops.offload.budgets import budgets_of
+
+    with warnings.catch_warnings(record=True) as less:
+        warnings.simplefilter("always")
+        budgets = budgets_of(device, args.memory, None, None, None if device.type == "cpu" else args.host_memory)
+        host = budgets.host()
+    for warning in less:
+        say(f"nvme-offload: {in_flags(warning.message, _FLAG_OF)}")
+    return budgets.nbytes, host
 
 
 def _device(name: str | None) -> torch.device:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import Memory, NvmeCache, stream_weights
+from nvme_ops.offload.plan.estimate import cache_bytes
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import KIB, MIB
 from tests.device.kinds import Simulated, on_simulated
@@ -302,3 +303,25 @@ def test_what_cannot_be_is_refused(device: Simulated, folder: Path) -> None:
     with NvmeCache(folder, device_budget=300 * KIB) as cache, pytest.raises(MemoryError, match=words):
         cache.update(there, there, 0)
     assert not list(folder.iterdir())
+
+
+@on_simulated
+@torch.no_grad()
+@pytest.mark.parametrize("host", [NONE, 6 * MIB, ALL])
+@pytest.mark.parametrize("own", [6900 * KIB, 10900 * KIB, ALL])
+def test_a_step_brings_what_its_plan_says(device: Simulated, folder: Path, own: int, host: int) -> None:
+    """Twelve layers of 1 MiB each, beside their tails: those that do not stay come from host memory or the files."""
+    tokens = 2048
+    with device.computing(), opened(device, folder, own, host) as cache:
+        moved = []
+        for count in (tokens - 4, 1, 1, 1, 1):
+            for layer in range(LAYERS):
+                states = device.tensor(torch.ones(1, 2, count, 32))
+                cache.update(states, states, layer)
+            stats = cache.stats()
+            moved.append((stats.bytes_from_host, stats.bytes_read))
+        planned = cache_bytes(LAYERS * MIB, LAYERS, own, host)
+        assert planned is not None
+        found = [after - before for before, after in zip(moved[-2], moved[-1], strict=True)]
+        assert found == pytest.approx([planned.in_host, planned.stored], rel=0.15, abs=1.5 * MIB)
+        assert (sum(found) == 0) == (own == ALL)

@@ -36,7 +36,8 @@ def experts(device: Simulated, folder: Path) -> tuple[Step, Any]:
 
 def parameters(device: Simulated, folder: Path, host_budget: str) -> tuple[Step, Any]:
     """A change of swapped parameters, which changes nothing, and a pass."""
-    model, there = layers(10).requires_grad_(False).to(device.device()), device.tensor(torch.ones(2, 256))
+    model: Any = layers(10).requires_grad_(False).to(device.device())
+    there = device.tensor(torch.ones(2, 256))
     swapped = swap_params(model, folder, device_budget="1200K", host_budget=host_budget, min_bytes="64K")
 
     def step() -> torch.Tensor:
@@ -49,7 +50,8 @@ def parameters(device: Simulated, folder: Path, host_budget: str) -> tuple[Step,
 
 def keys(device: Simulated, folder: Path) -> tuple[Step, Any]:
     """One more token for each of some layers, which is forgotten again."""
-    cache, (states, more) = NvmeCache(folder, device_budget="1200K", host_budget="1M"), torch.rand(2, 2, 2, 100, 64)
+    cache: Any = NvmeCache(folder, device_budget="1200K", host_budget="1M")
+    states, more = torch.rand(2, 2, 2, 100, 64)
     for layer in range(8):
         cache.update(device.tensor(states), device.tensor(states), layer)
 
@@ -68,8 +70,8 @@ KINDS: dict[str, Callable[..., tuple[Step, Any]]] = {
     "weights in host memory": lambda *at: dense(*at, host_budget="64M"),
     "quantized": lambda *at: dense(*at, host_budget="1M", quantize="int8"),
     "experts": experts,
-    "parameters": lambda *at: parameters(*at, "0"),
-    "parameters in host memory": lambda *at: parameters(*at, "64M"),
+    "parameters": lambda device, folder: parameters(device, folder, "0"),
+    "parameters in host memory": lambda device, folder: parameters(device, folder, "64M"),
     "keys and values": keys,
 }
 

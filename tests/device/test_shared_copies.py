@@ -133,7 +133,7 @@ def test_nothing_is_shared(device: Simulated, path: Path, why: str) -> None:
 @pytest.mark.parametrize("times", [2, pytest.param(30, marks=pytest.mark.nightly)])
 def test_processes_are_killed_at_any_moment(device: Simulated, path: Path, name: str, times: int) -> None:
     """Another one goes on meanwhile, and then from what they have filled; nothing is left in the end."""
-    budgets = {}
+    budgets: dict[str, Any] = {}
     if name == "Qwen3Moe":
         path, kind = saved(path, name)
         budgets = {"device_budget": nbytes(kind.from_pretrained(path)) // 2}

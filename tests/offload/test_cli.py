@@ -143,7 +143,7 @@ def test_a_plan(llama: Path, folder: Path, capsys: Capture, monkeypatch: pytest.
     out, _ = run(capsys, "plan", llama, *words, "--price-per-hour", "1.2")
     for line in (
         f"LlamaForCausalLM: {LAYERS} layers, .*", r"1 .* J +[\d.]+", "online: +(batch [14],|no recommendation) .*",
-        r"NVMe +8 MiB +[\d.]+ +[\d.]+", "batch 100000: the cache does not fit .*",
+        r"NVMe +8 MiB +[\d.]+ \(\w+\) +[\d.]+ \(\w+\)", "batch 100000: the cache does not fit .*",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     plan = document(capsys, "plan", llama, *words, "--watts", 100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_ops.base.text import MIB
-from nvme_ops.offload import NvmeOptimizer, swap_params
+from nvme_ops.base.text import GIB, MIB
 from nvme_ops.offload.plan.estimate import (
     Computing,
     Mixture,
     Rates,
     Sizes,
-    TrainedModel,
-    TrainingWay,
     best,
     estimate,
     inference_plan,
     inference_text,
     step_bytes,
-    ways,
 )
 from nvme_ops.offload.plan.probe import computing_of
+from nvme_ops.offload.plan.training import Machine, TrainedModel, TrainingWay, training_plan, training_text, ways
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.placement import kept_as_they_grow, placement, worth_keeping
 from tests.conftest import in_threads
+from tests.device.planned import compared
 
 MB = 1_000_000
 LAYERS = (10 * MB,) * 20
@@ -145,7 +142,8 @@ def test_weights_in_host_memory_are_not_read_and_all_pass_the_bus() -> None:
         assert estimated.nvme.from_host == (150 - read) * MB
         assert estimated.nvme.reading == pytest.approx(seconds)
         assert estimated.nvme.bound == bound
-        plans.append(inference_text(inference_plan(ABOUT, model, rates, [estimated], [], 80 * MB)))
+        about = {**ABOUT, "bytes": model.model}
+        plans.append(inference_text(inference_plan(about, model, rates, [estimated], [], 80 * MB)))
     assert "with 143.1 MiB more host memory nothing is read from storage" in plans[0]
     assert "with 143.1 MiB more of the device nothing is copied to it" in plans[2]
     assert "more host memory" not in plans[2]
@@ -228,61 +226,72 @@ def test_the_page_of_a_mixture_of_experts() -> None:
 
 MODELS = st.builds(
     TrainedModel,
-    parameters=st.integers(1, 10**10),
+    sizes=st.lists(st.integers(1, 10**7).map(lambda count: 4 * count), min_size=1, max_size=9).map(tuple),
     itemsize=st.sampled_from([2, 4]),
-    largest=st.integers(1, 10**9),
     activations=st.integers(0, 10**8),
     of_layer=st.integers(0, 10**8),
+    largest_saved=st.integers(0, 10**8),
     seconds=st.just(1e-6),
 )
 ROOMS = st.integers(0, 2**42)
 
 
-def by_name(model: TrainedModel, memory: int, free: int, batch: int, length: int = 1) -> dict[str, TrainingWay]:
-    return {way.name: way for way in ways(model, memory, 1e9, free, batch, length)}
+def by_name(model: TrainedModel, machine: Machine, batch: int, length: int = 1) -> dict[str, TrainingWay]:
+    return {way.name: way for way in ways(model, machine, batch, length)}
 
 
-@given(MODELS, ROOMS, ROOMS, st.integers(1, 100))
-def test_the_largest_batch_fits_and_no_larger_one(model: TrainedModel, memory: int, free: int, length: int) -> None:
-    for name, way in by_name(model, memory, free, 1, length).items():
-        assert not by_name(model, memory, free, way.largest_batch + 1, length)[name].fits
-        fitting = by_name(model, memory, free, way.largest_batch, length)[name] if way.largest_batch else way
+@given(MODELS, ROOMS, ROOMS, ROOMS, st.booleans(), st.integers(1, 100))
+def test_the_largest_batch_fits_and_no_larger_one(
+    model: TrainedModel, memory: int, free: int, host: int, is_cpu: bool, length: int
+) -> None:
+    machine = Machine(memory, 1e9, free) if is_cpu else Machine(memory, 1e9, free, host, bus=4e9, on_cpu=1e-5)
+    for name, way in by_name(model, machine, 1, length).items():
+        assert not by_name(model, machine, way.largest_batch + 1, length)[name].fits
+        fitting = by_name(model, machine, way.largest_batch, length)[name] if way.largest_batch else way
         assert fitting.fits == (way.largest_batch >= 1)
-        assert not fitting.fits or (fitting.memory <= memory and fitting.written <= free)
+        assert not fitting.fits or (fitting.memory <= memory and fitting.stored <= free)
 
 
 def test_activations_on_storage_make_room_for_larger_batches() -> None:
     """A hundred layers, of whose activations only those of the one at work need memory, and the disk has room."""
-    model = TrainedModel(1000, 4, 1000, activations=100_000, of_layer=1000, seconds=1e-6)
+    model = TrainedModel((4000,), 4, activations=100_000, of_layer=1000, largest_saved=10, seconds=1e-6)
     for free, largest in ((10**9, 10**9 + 10**6), (10**12, 500 * 10**6)):
-        named = by_name(model, 8 * 10**6, free, 1000)
+        named = by_name(model, Machine(8 * 10**6, 1e9, free), 1000)
         memory, activations = named["in memory"], named["activations"]
         assert memory.largest_batch == (8 * 10**6 - 16_000) // 100_000
         assert not memory.fits
         assert activations.fits
         assert activations.largest_batch == pytest.approx(min(largest / 100_000, 7 * 10**6 / 2000), rel=0.01)
-        assert activations.seconds == pytest.approx(2 * (10**8 - 10**6) / 1e9)
+        assert activations.seconds == pytest.approx(2 * (10**8 - 750_000) / 1e9), "a quarter is on its way"
 
 
-@pytest.mark.parametrize("budget", [MIB, 2 * MIB])
-def test_parameters_move_in_the_plan_of_training_as_in_a_run(folder: Path, budget: int) -> None:
-    """Either all of them stay in the memory for them, or each is written in each step; states always move."""
-    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
-    model = TrainedModel(8 << 16, 4, largest=256 << 10, activations=1, of_layer=1, seconds=1e-6)
-    planned = by_name(model, 8 * budget, 1 << 40, 1)["states and parameters"]
-    swapped = swap_params(module, folder, memory_budget=budget, min_bytes=1)
-    optimizer = NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget=MIB)
-    with swapped, contextlib.closing(optimizer):
-        moved = []
-        for _ in range(4):
-            module(torch.ones(1, 256)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            parameters, states = swapped.stats(), optimizer.stats()
-            moved.append((parameters.bytes_read + states.bytes_read, parameters.bytes_written + states.bytes_written))
-        read, written = (after - before for after, before in zip(moved[-1], moved[-2], strict=True))
-        assert written == planned.written
-        assert read == planned.read if budget == 2 * MIB else read > model.states
+def test_a_step_of_training_moves_what_its_plan_says(folder: Path) -> None:
+    compared(torch.device("cpu"), str(folder), Machine(32 * MIB, 1e9, 1 << 40))
+
+
+def test_the_fastest_tier_decides_the_bound_of_training() -> None:
+    """States of 8 MB, of which host memory has none, or all; 1 GB/s of storage, 4 GB/s of the bus, or computing."""
+    model = TrainedModel((4 * MIB,), 4, activations=1, of_layer=1, largest_saved=1, seconds=1e-6)
+    for host, batch, bound in ((0, 1, "storage"), (512 * MIB, 1, "bus"), (512 * MIB, 1 << 20, "computing")):
+        way = by_name(model, Machine(1 << 30, 1e9, 1 << 40, host, bus=4e9), batch)["states"]
+        moved = 16 * MIB / 1e9 if bound == "storage" else 12 * MIB / 4e9  # the states, and the parameters' backup
+        assert way.bound == bound
+        assert way.seconds == pytest.approx(1.048576 if bound == "computing" else moved, rel=0.01)
+        assert (way.read, way.from_host) == pytest.approx((8 * MIB, 0) if host == 0 else (0, 8 * MIB), rel=0.01)
+
+
+def test_the_page_of_training_says_what_to_pass_and_what_the_next_way_needs() -> None:
+    model = TrainedModel((4 * MIB,) * 8, 4, activations=1, of_layer=1, largest_saved=1, seconds=1e-9)
+    machine = Machine(72 * MIB, 1e9, 1 << 40, 64 * MIB, bus=4e9, on_cpu=1e-3)
+    text = training_text(training_plan({**ABOUT, "noise": 0.0, "memory_free": GIB}, model, machine, 0.1, [1], 1))
+    for words in (
+        "memory 72 MiB of 1 GiB free + 64 MiB of the host, bus 4 GB/s",
+        "fastest: states, by NvmeOptimizer(host_budget='64 MiB')",
+        "with 64 MiB more host memory nothing is read from storage",
+        "with 56 MiB more memory, all of it is where it computes",
+    ):
+        assert words in text
+    assert "\non the CPU " in text
 
 
 # What is used next, and what is worth its memory

@@ -113,7 +113,7 @@ def test_bytes_of_a_file_that_changes_meanwhile_are_not_shared(path: Path) -> No
     memory = one.begin_to_fill()
     os.utime(path)
     with pytest.raises(FormatError, match="changed while"):
-        module._end_to_fill(None, one.files.tier.memory, 1, [one.file])
+        module._end_to_fill(None, one.files.tier.memory, 1, {one.file})
     assert not other.has_it()
     assert not Process(path).has_it()
     _, reading, _ = other.read()

@@ -52,7 +52,8 @@ INSIDE_OFFLOAD = (
     {"activations", "experts"},
     {"cache", "weights"},
     {"parameters"},
-    {"optimizer", "plan"},
+    {"optimizer"},
+    {"plan"},
     {"cli"},
 )
 STOREY = {part: number for number, floor in enumerate(INSIDE_OFFLOAD) for part in floor}

@@ -33,7 +33,7 @@ from nvme_ops.offload.activations.units import ActivationStats, Stored, Ticket, 
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.account import Account, rate_of_folders
 from nvme_ops.offload.residency.copies import Copy, CopyStream
-from nvme_ops.offload.residency.placement import IN_FLIGHT
+from nvme_ops.offload.residency.placement import kept_of_saved
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
@@ -409,10 +409,8 @@ class Activations(Policy[Unit]):
 
     def _set_limits(self) -> None:
         """Decides how much may be in memory, and how much of that need not be on its way."""
-        budget = self.share.nbytes
-        moving = max(2 * self._largest, min(IN_FLIGHT, budget // 4))
-        fits = max(self._last_pass, self._this_pass) <= budget
-        self._most, self._kept = max(budget, _AT_WORK * self._largest), budget if fits else budget - moving
+        budget, saved = self.share.nbytes, max(self._last_pass, self._this_pass)
+        self._most, self._kept = max(budget, _AT_WORK * self._largest), kept_of_saved(saved, budget, self._largest)
 
     def _take_part(self, memory: Memory, unit: Unit) -> None:
         """Has memory that is shared lend what units take, and others give way once it is known how much is saved."""

@@ -47,11 +47,14 @@ _BUFFERS = 4
 _SLOTS = 2  # places of a chunk's states
 
 
-def buffers_of(given: int | Memory) -> tuple[int, int]:
-    """Returns the bytes of a budget for states that stay, as far as they are known yet, and those for buffers."""
+def buffers_of(given: int | Memory) -> tuple[int, int, int]:
+    """Returns the bytes of a budget for states that stay, as far as they are known yet, for buffers, and for each."""
+    room = room_beside_buffers(given, _BUFFER) if isinstance(given, int) else 0
     if isinstance(given, int):
-        return (room := room_beside_buffers(given, _BUFFER)), given - room
-    return 0, given.nbytes // _BUFFERS if given.host is None else given.host_buffers.budget
+        budget = given - room
+    else:
+        budget = given.nbytes // _BUFFERS if given.host is None else given.host_buffers.budget
+    return room, budget, min(_BUFFER, budget // _BUFFERS)
 
 
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
@@ -69,6 +72,12 @@ class OptimizerStats(Stats):
     def bytes_written_per_step(self) -> float:
         """Bytes written per step, on average: times the steps per day, to be compared with a drive's rating."""
         return self.bytes_written / max(1, self.steps)
+
+
+def staying(chunks: Iterable[Chunk], room: int) -> set[Chunk]:
+    """Returns the chunks whose states stay in so many bytes, beside the new states of one of them."""
+    sizes = [(chunk, 1.0, charge_of(chunk.nbytes)) for chunk in chunks if chunk.nbytes]
+    return worth_keeping(sizes, room - max((nbytes for *_, nbytes in sizes), default=0))
 
 
 class States(Usable):
@@ -115,9 +124,8 @@ class States(Usable):
         self._has_third_places = False  # some chunks have a third place
         self._held: dict[Version, torch.Tensor] = {}  # the states of a version that stay in memory
         self._spare: torch.Tensor | None = None  # memory of such states that others have replaced
-        self._room, self.budget = buffers_of(given)
-        #: The most bytes of a chunk with its backup.
-        self.buffer = min(_BUFFER, self.budget // _BUFFERS)
+        #: Bytes of buffers; the most of one, which has a chunk with its backup.
+        self._room, self.budget, self.buffer = buffers_of(given)
         self._host: Share | None = None  # for what stays, unless it is in the memory of the buffers
         self._is_shared = isinstance(given, Memory)
         if isinstance(given, int):
@@ -176,11 +184,9 @@ class States(Usable):
         if self._host is not None:
             self._room = max(self._room, self._host.bytes_in_use + self._host.largest)
         if self._room:
-            sizes = [(chunk, 1.0, charge_of(chunk.nbytes)) for chunk in self.division.chunks if chunk.nbytes]
-            spare = max((nbytes for *_, nbytes in sizes), default=0)
-            staying = worth_keeping(sizes, self._room - spare)
+            stay = staying(self.division.chunks, self._room)
             for chunk in self.division.chunks:
-                chunk.stays = chunk in staying
+                chunk.stays = chunk in stay
         with large_tensors_pooled(keep=0 if self._is_shared else self.buffer):
             yield from self._pass(chunks, self._begin, self._write, self._ended, self._is_held)
 

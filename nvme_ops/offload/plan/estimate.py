@@ -1,42 +1,37 @@
-"""Estimates the time and memory of a model on a machine, in inference and training, from its sizes and a few rates.
+"""Estimates the time and memory of a model on a machine, in inference, from its sizes and a few rates.
 
-Nothing is timed here. A step computes and moves bytes at the same time, and takes the longer of the two times. In
-inference, a step and the first token after a prompt read the weights that do not stay in memory, from the page cache
-where free memory holds all of them; a cold start reads all of the model once, from storage. In training, a step moves
-states, parameters or activations.
+Nothing is timed here. A step computes and moves bytes at the same time, and takes the longer of the two times. A step
+and the first token after a prompt read the weights that do not stay in memory, from the page cache where free memory
+holds all of them; a cold start reads all of the model once, from storage.
 
 A plan is a document for programs: bytes, seconds, tokens per second. The text for people is made from it.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
-from nvme_ops.offload.residency.placement import placement, placements, room_beside_buffers
+from nvme_ops.memory.tier import in_pages
+from nvme_ops.offload.residency.placement import kept_as_they_grow, placements
 from nvme_ops.offload.weights.window import MANY_ROWS
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
+_CACHE_SLOTS = 2  # layers of keys and values that have room beside those that stay
 _NOISY = 0.25  # noise of the steps from which no batch can be recommended
-_STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
-_MASTER = 4  # and the float32 copy of a parameter that has fewer bits
-_DAY = 86400  # seconds
-_TERABYTE = 1e12
-_BUDGET_SHARE = 8  # parameters, states and activations that pass through each get the memory divided by this
-_NOISE = "measurements of a step differ by up to {}"
-_AT_WORK = 2  # a layer in the backward pass has this many times what it keeps: gradients are added
 
 
-def _table(columns: Mapping[str, Sequence[str]]) -> str:
+def noise_words(noise: float) -> str:
+    """Says by how much measurements of a step differ."""
+    return f"measurements of a step differ by up to {share_words(noise)}"
+
+
+def table_text(columns: Mapping[str, Sequence[str]]) -> str:
     """Returns a table as text; ``columns`` has the cells below each heading."""
     return columns_text([list(columns), *zip(*columns.values(), strict=True)])
-
-
-# Inference
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,7 @@ class Sizes:
     working: int = 0  #: other results, for each token of the prompt, while it is read
     logits: int = 0  #: for each sequence
     host: int = 0  #: host memory for weights, beside that of an accelerator
+    layers: int = 1  #: that have keys and values
 
     def beside(self, batch: int, prompt_length: int, new_tokens: int) -> int:
         """Returns about how many bytes of memory are needed beside the weights."""
@@ -97,6 +93,10 @@ class Computing:
     prompt: float
     noise: float = 0.0  #: by how much measurements of ``step`` differ, as a share of it
 
+    def scaled(self, by: float) -> Computing:
+        """Returns those of a batch that is so many times larger."""
+        return Computing(self.step * by, self.prompt * by, self.noise)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -113,6 +113,14 @@ class Placement:
     from_host: int = 0  #: bytes of a step that are copied from host memory to the accelerator
 
 
+class CacheBytes(NamedTuple):
+    """Where keys and values are, at the end; a step brings those that are not where it computes."""
+
+    kept: int
+    in_host: int = 0
+    stored: int = 0
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What to expect of one batch size."""
@@ -123,7 +131,9 @@ class Estimate:
     nvme: Placement
     no_offload: Placement
     in_page_cache: bool  #: free memory holds all weights, so that ``nvme`` reads from there after the first pass
+    cache: CacheBytes  #: all are kept, unless ``NvmeCache`` is needed
     cpu_memory: Placement | None = None  #: None if the model computes there
+    on_cpu: Placement | None = None  #: computing there instead, without offload; None if it does anyway
     noise: float = 0.0  #: by how much the step with ``nvme`` may be off, as a share of it
 
 
@@ -146,55 +156,88 @@ def step_bytes(sizes: Sizes, tokens: int) -> StepBytes:
     return StepBytes(sum(sizes.streamed) - kept - in_host + from_tables + read, kept, in_host + missing - read)
 
 
+def cache_bytes(nbytes: int, layers: int, room: int, host: int) -> CacheBytes | None:
+    """Returns where ``NvmeCache`` has keys and values of some layers; None if there is no room for one layer.
+
+    Args:
+        nbytes: of all layers, at the end.
+        layers: how many have any.
+        room: bytes where they are used: what weights and others leave.
+        host: bytes of host memory beside an accelerator's.
+    """
+    if nbytes <= room:
+        return CacheBytes(nbytes)
+    sizes = [in_pages(-(-nbytes // layers))] * layers
+    if sizes[0] > room:
+        return None
+    kept = min(nbytes, len(kept_as_they_grow(sizes, room - _CACHE_SLOTS * sizes[0])) * sizes[0])
+    in_host = min(nbytes - kept, host)
+    return CacheBytes(kept, in_host, nbytes - kept - in_host)
+
+
 def estimate(
-    sizes: Sizes, rates: Rates, computing: Computing, batch: int, prompt_length: int, new_tokens: int
-) -> Estimate:
-    """Returns what to expect of ``batch`` sequences at once."""
+    sizes: Sizes, rates: Rates, computing: Computing, batch: int, prompt_length: int, new_tokens: int,
+    on_cpu: Computing | None = None,
+) -> Estimate:  # fmt: skip
+    """Returns what to expect of ``batch`` sequences at once; ``on_cpu`` is computing there, beside an accelerator."""
     moved, by_prompt = (step_bytes(sizes, tokens) for tokens in (batch, batch * prompt_length))
-    beside = sizes.beside(batch, prompt_length, new_tokens)
+    beside, cached = sizes.beside(batch, prompt_length, new_tokens), batch * (prompt_length + new_tokens) * sizes.cache
     load = sizes.model / rates.storage
     own = sizes.resident + sizes.memory
     left = rates.host_free - (own + beside if rates.to_device is None else 0)
     in_page_cache = rates.cached is not None and own < sizes.model <= left  # where it fits into memory, it is read once
     rate = rates.cached if rates.cached is not None and in_page_cache else rates.storage
     bus = math.inf if rates.to_device is None else rates.to_device
+    beside_host = 0 if rates.to_device is None else max(0, rates.host_free - sizes.host)
+    cache = cache_bytes(cached, sizes.layers, rates.device_free - own - (beside - cached), beside_host)
+    streams, cache = cache is not None, cache or CacheBytes(cached)
 
-    def place(moved: StepBytes, by_prompt: StepBytes, rate: float, bus: float, cold: float, fits: bool) -> Placement:
-        """Returns what to expect of weights read at ``rate`` bytes per second; all pass the ``bus``."""
-        reading, crossing = (max(of.read / rate, (of.read + of.from_host) / bus) for of in (moved, by_prompt))
-        slower = "bus" if reading > moved.read / rate else "reading"
+    def place(
+        moved: StepBytes, by_prompt: StepBytes, fits: bool, cold: float, rate: float, cache: CacheBytes, by: Computing
+    ) -> Placement:
+        """Returns what to expect of weights read at ``rate`` bytes per second; what moves passes the bus."""
+        times = [
+            (of.read / rate + stored / rates.storage, (of.read + of.from_host + stored + in_host) / bus)
+            for of, (_, in_host, stored) in ((moved, cache), (by_prompt, CacheBytes(0)))
+        ]
+        (storage, crossing), first = times[0], max(times[1])
+        reading = max(storage, crossing)
+        slower = "bus" if crossing > storage else "reading"
         return Placement(
-            bytes_per_step=moved.read if math.isfinite(rate) else 0,
+            bytes_per_step=(moved.read if math.isfinite(rate) else 0) + cache.stored,
             reading=reading,
-            computing=computing.step,
-            first_token=max(crossing, computing.prompt),
+            computing=by.step,
+            first_token=max(first, by.prompt),
             first_token_cold=cold,
             fits=fits,
-            bound=slower if reading > computing.step else "computing",
-            tokens_per_second=batch / max(reading, computing.step),
-            from_host=moved.from_host,
+            bound=slower if reading > by.step else "computing",
+            tokens_per_second=batch / max(reading, by.step),
+            from_host=moved.from_host + cache.in_host,
         )
 
-    streams = own + beside <= rates.device_free
+    def in_memory(free: int, by: Computing) -> Placement:
+        """Returns what to expect with all of it in the memory of what computes."""
+        nowhere = StepBytes(0, sizes.model, 0)
+        fits = sizes.model + beside <= free
+        return place(nowhere, nowhere, fits, load + by.prompt, math.inf, CacheBytes(cached), by)
+
     from_host = None
-    nowhere = StepBytes(0, sizes.model, 0)
     if rates.to_device is not None:
-        prompt = max(sizes.model / rates.to_device, computing.prompt)
+        cold, fits = load + max(sizes.model / rates.to_device, computing.prompt), sizes.model <= rates.host_free
         one, other = (StepBytes(0, of.kept, of.read + of.from_host) for of in (moved, by_prompt))
-        fits = streams and sizes.model <= rates.host_free
-        from_host = place(one, other, math.inf, bus, load + prompt, fits)
-    nvme = place(moved, by_prompt, rate, bus, max(load, computing.prompt), streams)
+        from_host = place(one, other, streams and fits, cold, math.inf, cache, computing)
+    nvme = place(moved, by_prompt, streams, max(load, computing.prompt), rate, cache, computing)
     step = max(nvme.reading, computing.step)
     return Estimate(
         batch,
-        cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
+        cache_bytes=cached,
         beside_bytes=beside,
         nvme=nvme,
-        no_offload=place(
-            nowhere, nowhere, math.inf, math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free
-        ),
+        no_offload=in_memory(rates.device_free, computing),
         in_page_cache=in_page_cache,
+        cache=cache,
         cpu_memory=from_host,
+        on_cpu=None if on_cpu is None else in_memory(rates.host_free, on_cpu),
         noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
     )
 
@@ -216,6 +259,9 @@ def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
 def noise_of(estimates: Sequence[Estimate]) -> float:
     """Returns by how much the step of any batch that fits may be off, as a share of it."""
     return max((entry.noise for entry in estimates if entry.nvme.fits), default=0.0)
+
+
+_WAYS = ("nvme", "cpu_memory", "no_offload", "on_cpu")
 
 
 def inference_plan(
@@ -248,7 +294,8 @@ def inference_plan(
 
     def shown(entry: Estimate) -> dict[str, Any]:
         figures = {name: value for name, value in asdict(entry).items() if value is not None}
-        for name in ("nvme", "cpu_memory", "no_offload"):
+        figures["cache"] = entry.cache._asdict()
+        for name in _WAYS:
             if name in figures:
                 per_token = 1000 / figures[name]["tokens_per_second"]
                 figures[name] |= {key: rate * per_token for key, rate in spent.items() if rate is not None}
@@ -276,7 +323,8 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         f"{plan['model']}: {plan['layers']} layers, {size_words(plan['bytes'])} of {plan['dtype']}, "
         f"{size_words(plan['cache_bytes_per_token'])} of key-value cache for each token",
         f"storage {rate_words(plan['rates']['storage'])} (noise {share_words(plan['rates']['noise'])}); "
-        f"memory for weights {size_words(plan['memory'])}, in which {size_words(plan['bytes_kept'])} stay",
+        f"memory for weights {size_words(plan['memory'])} of {size_words(plan['rates']['device_free'])} free, in which "
+        f"{size_words(plan['bytes_kept'])} stay",
     ]
     if cached := [entry["batch"] for entry in plan["batches"] if entry["in_page_cache"]]:
         beside = "" if len(cached) == len(plan["batches"]) else f" beside batch {', '.join(map(str, cached))}"
@@ -292,7 +340,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
             "less if some are used more than others"
         )
     if batches := plan["batches"]:
-        lines += ["", _batches(batches), "", "tokens/s with the weights in", _places(plan, batches)]
+        lines += ["", _batches(batches), "", "tokens/s with the weights in (and what limits)", _places(plan, batches)]
     lines.append("")
     if plan["batches_that_do_not_fit"]:
         left_out = ", ".join(map(str, plan["batches_that_do_not_fit"]))
@@ -301,7 +349,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
     lines += _next_steps(plan)
-    lines.append(_NOISE.format(share_words(plan["noise"])))
+    lines.append(noise_words(plan["noise"]))
     for name, most, words in (
         ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
         ("offline", _NOISY, "the smallest that gives as many tokens per second as any"),
@@ -314,11 +362,13 @@ def inference_text(plan: Mapping[str, Any]) -> str:
 
 
 def _next_steps(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what the next faster way needs, on an accelerator."""
-    first = plan["batches"][0]
-    if "cpu_memory" in first and (missing := first["nvme"]["bytes_per_step"]):
-        yield f"with {size_words(missing)} more host memory nothing is read from storage"
-    if "cpu_memory" in first and (crossing := first["nvme"]["bytes_per_step"] + first["nvme"]["from_host"]):
+    """Yields what the next faster ways need."""
+    first, lacking = plan["batches"][0], plan["bytes"] - plan["memory"]  # a row of an embedding is read anyway
+    missing = first["nvme"]["bytes_per_step"] if lacking > plan["host_memory"] else 0
+    if missing:
+        where = "host memory" if "cpu_memory" in first else "memory"
+        yield f"with {size_words(missing)} more {where} nothing is read from storage"
+    if lacking > 0 and "cpu_memory" in first and (crossing := missing + first["nvme"]["from_host"]):
         yield f"with {size_words(crossing)} more of the device nothing is copied to it"
 
 
@@ -336,11 +386,14 @@ def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
         "cold": [seconds_words(place["first_token_cold"]) for place in places],
         "beside weights": [size_words(entry["beside_bytes"]) for entry in batches],
     }
+    for name, key in (("cache in host", "in_host"), ("cache on NVMe", "stored")):
+        if any(entry["cache"][key] for entry in batches):
+            columns[name] = [size_words(entry["cache"][key]) for entry in batches]
     if "joules_per_1000_tokens" in places[0]:
         columns["energy/1000"] = [f"{rounded(place['joules_per_1000_tokens'], 3)} J" for place in places]
     if "cost_per_1000_tokens" in places[0]:
         columns["cost/1000"] = [f"{place['cost_per_1000_tokens']:.3g}" for place in places]
-    return _table(columns)
+    return table_text(columns)
 
 
 def _places(plan: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> str:
@@ -349,165 +402,18 @@ def _places(plan: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> st
         own, host = plan["memory"], min(plan["host_memory"], plan["bytes"])
         rows = [("device, host, NVMe" if host else "device, NVMe", own + host, "nvme")]
         rows += [("device, host", plan["bytes"], "cpu_memory"), ("device", plan["bytes"], "no_offload")]
+        rows += [("CPU", plan["bytes"], "on_cpu")] if "on_cpu" in batches[0] else []
     else:
         rows.append(("CPU memory, no offload", plan["bytes"], "no_offload"))
     table = [["", "memory", *(f"batch {entry['batch']}" for entry in batches)]]
     for name, memory, key in rows:
-        tokens = [_tokens(entry[key]) if entry[key]["fits"] else "does not fit" for entry in batches]
+        tokens = [
+            f"{_tokens(entry[key])} ({entry[key]['bound']})" if entry[key]["fits"] else "does not fit"
+            for entry in batches
+        ]
         table.append([name, size_words(memory), *tokens])
     return columns_text(table)
 
 
 def _tokens(placement: Mapping[str, Any]) -> str:
     return rounded(placement["tokens_per_second"], 3)
-
-
-# Training
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """The sizes of a model in training, and its seconds for each token with all of it in memory."""
-
-    parameters: int  #: elements
-    itemsize: int  #: bytes of each
-    largest: int  #: bytes of the largest parameter
-    activations: int  #: bytes that autograd keeps for the backward pass, for each token
-    of_layer: int  #: those of the layer that keeps most
-    seconds: float  #: for each token, forward and backward
-    noise: float = 0.0  #: by how much measurements of ``seconds`` differ, as a share of it
-
-    @property
-    def states(self) -> int:
-        """Bytes of AdamW's states, master weights included."""
-        return self.parameters * (_STATES + (_MASTER if self.itemsize < _MASTER else 0))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters."""
-        return self.parameters * self.itemsize
-
-
-@dataclass(frozen=True)
-class TrainingWay:
-    """A step of one batch size, with states, parameters and activations in memory or on storage."""
-
-    name: str
-    memory: int  #: bytes needed
-    read: int  #: bytes for each step
-    written: int
-    seconds: float  #: of a step
-    fits: bool
-    largest_batch: int  #: that fits into memory and on storage; 0 for none
-
-
-def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, length: int) -> list[TrainingWay]:
-    """Returns the ways to train on a batch of sequences of ``length`` tokens.
-
-    Args:
-        model: trained by AdamW.
-        memory: bytes for everything.
-        rate: bytes per second of storage, reading and writing at the same time, together.
-        free: free bytes of storage.
-        batch: number of sequences.
-        length: tokens of each.
-    """
-    computing = model.seconds * batch * length
-    of_sequence, at_work = max(1, model.activations * length), _AT_WORK * model.of_layer * length
-    share = max(1, memory // _BUDGET_SHARE)
-    budget = max(2 * model.largest, share)
-
-    def way(name: str, fixed: int, states: int, parameters: int = 0, activations: bool = False) -> TrainingWay:
-        def needed(batch: int) -> tuple[int, int]:
-            """Returns bytes of memory and of storage."""
-            saved, stored = of_sequence * batch, states + parameters
-            if not activations:
-                return fixed + saved, stored
-            return fixed + min(saved, share + min(at_work, of_sequence) * batch), stored + max(0, saved - share)
-
-        def fits(batch: int) -> bool:
-            needs = needed(batch)
-            return needs[0] <= memory and needs[1] <= free
-
-        taken, stored = needed(batch)
-        passing = 0 if placement([("parameters", 1.0, parameters)], budget) else parameters
-        written = stored - parameters + passing
-        read = written + passing  # forward and backward
-        seconds = max(computing, (read + written) / rate)
-        # a sequence takes at least a byte of one of them, so that no larger batch fits
-        largest = bisect.bisect_left(range(1, memory + free + 2), True, key=lambda count: not fits(count))
-        return TrainingWay(name, taken, read, written, seconds, fits(batch), largest)
-
-    whole = model.nbytes + model.nbytes + model.states
-    in_memory, states = min(budget, model.states), max(0, model.states - room_beside_buffers(budget))
-    swapped = min(budget, model.nbytes) + 2 * in_memory + model.largest
-    return [
-        way("in memory", whole, 0),
-        way("states on NVMe", 2 * model.nbytes + in_memory, states),
-        way("states, gradients freed", model.nbytes + 2 * in_memory + model.largest, states),
-        way("states and parameters", swapped, states, model.nbytes),
-        way("activations", whole, 0, activations=True),
-        way("all of these", swapped, states, model.nbytes, activations=True),
-    ]
-
-
-def training_plan(
-    about: Mapping[str, Any],
-    model: TrainedModel,
-    memory: int,
-    rate: float,
-    rate_noise: float,
-    free: int,
-    batches: Sequence[int],
-    length: int,
-) -> dict[str, Any]:
-    """Returns the plan of several batch sizes.
-
-    The arguments are those of ``ways``; measurements of ``rate`` differ by ``rate_noise``, as a share of it.
-    """
-
-    def described(way: TrainingWay) -> dict[str, Any]:
-        return {**asdict(way), "written_per_day": way.written / way.seconds * _DAY}
-
-    return {
-        **about,
-        "memory": memory,
-        "rate": rate,
-        "rate_noise": rate_noise,
-        "free": free,
-        "sequence_length": length,
-        **asdict(model),
-        "states": model.states,
-        "batches": [
-            {"batch": batch, "ways": list(map(described, ways(model, memory, rate, free, batch, length)))}
-            for batch in batches
-        ],
-    }
-
-
-def training_text(plan: Mapping[str, Any]) -> str:
-    """Returns a ``training_plan`` as a page for people."""
-    length = plan["sequence_length"]
-    lines = [
-        f"{plan['model']}: {plan['parameters'] / 1e9:.3g} billion parameters of {plan['dtype']}, "
-        f"{size_words(plan['states'])} of AdamW's states, {size_words(plan['activations'] * length)} of activations "
-        f"for each sequence of {length} tokens",
-        f"storage {rate_words(plan['rate'])} read and written at once (noise {share_words(plan['rate_noise'])}), "
-        f"{size_words(plan['free'])} free; memory {size_words(plan['memory'])}",
-    ]
-    for entry in plan["batches"]:
-        rows, tokens = entry["ways"], entry["batch"] * length
-        columns = {
-            "": [way["name"] for way in rows],
-            "memory": [size_words(way["memory"]) for way in rows],
-            "read": [size_words(way["read"]) for way in rows],
-            "written": [size_words(way["written"]) for way in rows],
-            "step": [f"{rounded(way['seconds'], 3)} s" for way in rows],
-            "tokens/s": [rounded(tokens / way["seconds"], 3) if way["fits"] else "does not fit" for way in rows],
-            "written per day": [
-                f"{rounded(way['written_per_day'] / _TERABYTE, 3)} TB" if way["written"] else "-" for way in rows
-            ],
-            "largest batch": [str(way["largest_batch"]) for way in rows],
-        }
-        lines += ["", f"batch {entry['batch']}", _table(columns)]
-    return "\n".join([*lines, "", _NOISE.format(share_words(plan["noise"]))])

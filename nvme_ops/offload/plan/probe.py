@@ -19,7 +19,8 @@ from nvme_ops.base.limits import free_memory
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.arguments import cache_mode
 from nvme_ops.offload.experts.expert import experts_of
-from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
+from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes
+from nvme_ops.offload.plan.training import TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
 from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.routing import groups_of
@@ -27,6 +28,7 @@ from nvme_ops.offload.weights.stored import stored_in
 from nvme_ops.offload.weights.streamed import StreamedModel, places_of
 from nvme_ops.storage.rates import best_of_two, cached_rate, copy_rate, read_rate, scratch, shortest, synchronize, timed
 
+CPU = torch.device("cpu")
 _WEIGHTS = 256 * MIB  # of the layers that are timed: more than processor caches hold
 _VOCABULARY, _MIN_VOCABULARY = 1 << 15, 1 << 10
 _TOKENS = 256  # the most of a prompt that are timed
@@ -64,6 +66,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
         working=(4 * width + 3 * between) * item,
         logits=4 * text.vocab_size,
         host=window.host_bytes,
+        layers=text.num_hidden_layers,
     )
     about = {
         "model": type(model).__name__,
@@ -98,9 +101,13 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
             cached, cached_noise = best_of_two(lambda: cached_rate(measured, device))
     if device.type == "cpu":
         return Rates(storage, host_free, host_free, None, noise, cached, cached_noise)
-    there: Any = torch.get_device_module(device)
-    free, _ = there.mem_get_info(device)
-    return Rates(storage, free, host_free, copy_rate(device), noise, cached, cached_noise)
+    return Rates(storage, free_on(device), host_free, copy_rate(device), noise, cached, cached_noise)
+
+
+def free_on(device: torch.device) -> int:
+    """Returns the bytes that are free where a device computes."""
+    module: Any = torch.get_device_module(device)
+    return free_memory() if device == CPU else int(module.mem_get_info(device)[0])
 
 
 def computing_of(
@@ -197,7 +204,7 @@ class Layers:
     def training(self, length: int, parameters: Sequence[torch.Tensor]) -> TrainedModel:
         """Times training steps on sequences of ``length`` tokens, to describe a model with all of ``parameters``."""
         length = min(length, _TOKENS)
-        saved = {True: 0, False: 0}  # bytes saved inside the layers, and after them
+        saved, largest = {True: 0, False: 0}, {True: 0, False: 0}  # bytes inside the layers, and after them
         weights = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
         seen = set(weights)
 
@@ -206,6 +213,7 @@ class Layers:
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 saved[self._inside] += storage.nbytes()
+                largest[self._inside] = max(largest[self._inside], storage.nbytes())
             return tensor
 
         ids = torch.randint(self._rows, (1, length), device=self._device)
@@ -228,11 +236,11 @@ class Layers:
         layer_factor, after_factor = self._all / self._count, self._vocabulary / self._rows  # of the model
         after = saved[False] * after_factor
         return TrainedModel(
-            parameters=sum(parameter.numel() for parameter in parameters),
+            sizes=tuple(parameter.nbytes for parameter in parameters),
             itemsize=self._model.dtype.itemsize,
-            largest=max(parameter.nbytes for parameter in parameters),
             activations=round((saved[True] * layer_factor + after) / length),
             of_layer=round(max(saved[True] / self._count, after) / length),
+            largest_saved=round(max(largest[True], largest[False] * after_factor) / length),
             seconds=seconds * (share * layer_factor + (1 - share) * after_factor) / length,
             noise=longer / seconds - 1,
         )

@@ -145,6 +145,11 @@ def room_beside_buffers(budget: int, buffer: int = IN_FLIGHT) -> int:
     return max(0, budget - _BUFFERS * buffer)
 
 
+def kept_of_saved(saved: int, budget: int, largest: int) -> int:
+    """Returns how many bytes of a budget need not be on their way, of ``saved`` ones, the ``largest`` at once."""
+    return budget if saved <= budget else budget - max(2 * largest, min(IN_FLIGHT, budget // 4))
+
+
 def kept_from_the_start(sizes: Sequence[int], memory: int) -> list[int]:
     """Returns the places of the smallest weights that fit into a memory together, the smallest first."""
     ordered = sorted(range(len(sizes)), key=sizes.__getitem__)
