@@ -59,6 +59,11 @@ class TokenSegment(Entry):
         """The first token that is not there."""
         return self.first + self.used
 
+    def await_copy(self) -> None:
+        """Waits until what is copied from it or to it has arrived."""
+        if isinstance(self.queued, Copy):
+            self.queued.wait(None)
+
     def is_idle(self) -> bool:
         """Returns whether nothing copies or writes it."""
         copy, leaving = self.queued, self.leaving
@@ -158,8 +163,7 @@ class HostSegments(Policy[TokenSegment]):
 
     def write(self, entry: TokenSegment) -> tuple[IoFuture, int]:
         """Starts to write a segment to its layer's files, once it is complete."""
-        if isinstance(entry.queued, Copy):
-            entry.queued.wait(None)
+        entry.await_copy()
         return entry.segments.store(entry)
 
     # The policy
@@ -184,8 +188,7 @@ class HostSegments(Policy[TokenSegment]):
             self._bytes[entry.segments] -= entry.nbytes
             if not self._bytes[entry.segments]:
                 del self._bytes[entry.segments]
-        if isinstance(entry.queued, Copy):
-            entry.queued.wait(None)
+        entry.await_copy()
         super().discard(entry)
         self._asked = 0
 

@@ -176,6 +176,7 @@ class PagedLayer(Entry):
             nbytes = self.files.read(self._base, self._read_end, self._in_memory(), reads, priority)
             self._copy_rest(from_tail=True)
         except BaseException:
+            self.files.await_copies()  # Ctrl-C may have come before this has them
             self.memory = self.values = None
             raise
         if reads:

@@ -67,6 +67,11 @@ class Segments:
             [(segment, self._pairs(segment, low, high, memory)) for segment, low, high in self._parts(begin, end, True)]
         )
 
+    def await_copies(self) -> None:
+        """Waits for copies from host memory and to it."""
+        for segment in self._segments:
+            segment.await_copy()
+
     def read(self, begin: int, end: int, memory: Memory, transfers: list[IoFuture], priority: Priority) -> int:
         """Starts to read what is in files, which it adds to ``transfers``; returns the bytes. Raises OSError."""
         tokens = 0
