@@ -159,7 +159,8 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     out, _ = run(capsys, "plan", llama, *words, 1, 1000, memory="160M")
     for line in (
         r"LlamaForCausalLM: [\d.]+ billion parameters of float32, .* of AdamW's st.*",
-        r"in memory +.* 0 B +0 B +[\d.]+ s +[\d.]+ +- +\d+", r"states and parameters +.* TB +\d+", ".* does not fit .*",
+        r"in memory +.* 0 B +0 B +0 B +[\d.]+ s.*", r"states and parameters +.* TB +\d+",
+        ".* does not fit .*", "fastest: .*", "none fits: .*",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     assert not list(folder.iterdir())
@@ -179,10 +180,11 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     beside = sum(nbytes for place, nbytes in saved.items() if place not in own)
     assert plan["activations"] * 16 == pytest.approx(beside, rel=0.25)
     del loss
-    memory, states, freed, both, activations, everything = plan["batches"][0]["ways"]
-    assert everything["read"] - both["read"] == activations["read"] == max(0, 2 * 16 * plan["activations"] - (8 << 20))
-    assert states["written"] == freed["written"] == plan["states"] == both["written"] - 4 * plan["parameters"]
-    assert both["memory"] < freed["memory"] < states["memory"] < memory["memory"]
+    memory, states, freed, gradients, both, activations, everything = plan["batches"][0]["ways"]
+    assert everything["read"] - gradients["read"] == activations["read"]
+    assert states["written"] == freed["written"] == both["written"] == pytest.approx(plan["states"], rel=0.01)
+    assert gradients["written"] > states["written"], "those of parameters of 1 MiB and more"
+    assert both["memory"] == freed["memory"] < states["memory"] < memory["memory"]
 
 
 @pytest.mark.skipif(not handles_read_the_cache(), reason="NVME_OPS_CACHE=direct leaves the page cache as it is")
