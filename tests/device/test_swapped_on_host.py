@@ -48,7 +48,9 @@ def test_values_are_right_in_any_order_of_work(device: Simulated, folder: Path, 
             stats = params.stats()
             params.close()
             del model, params, output
-        assert (stats.bytes_written + stats.bytes_read == 0) == (host_budget == 64 * MIB)
+        if host_budget == 64 * MIB:  # the one that stays on the device was moved once, and has no room in host memory
+            assert stats.bytes_written == stats.bytes_read == 256 * KIB
+            assert stats.bytes_in_host == (COUNT - 1) * 256 * KIB
         assert (stats.bytes_from_host > 0) == (host_budget > 0)
         assert stats.bytes_in_host <= host_budget
         assert stats.peak_bytes <= MIB + 64 * KIB

@@ -25,8 +25,8 @@ from nvme_ops.io.tensors import dense_bytes, dense_strides
 from nvme_ops.memory.tier import PooledTier, Share, in_pages, tier_on
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.account import Account, rate_of_folders
-from nvme_ops.offload.residency.copies import Copy, CopyStream
 from nvme_ops.offload.residency.entry import Entry, QueuedWork, tensors_over
+from nvme_ops.offload.residency.homes import Home, Homes
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy, Stats
@@ -45,20 +45,6 @@ class SwapStats(Stats):
     """Counts what was moved since the tensors went to storage."""
 
 
-class _Home:
-    """Host memory in place of storage, and the last copy from an accelerator or to it."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory: torch.Tensor | None = memory
-        self.copying: Copy | None = None
-
-    def free(self) -> None:
-        """Frees the memory once nothing is copied any more."""
-        if self.copying is not None:
-            self.copying.wait(None)
-        self.memory = self.copying = None
-
-
 class Resident(Entry):
     """A tensor on storage, whose values are in memory at times.
 
@@ -67,13 +53,21 @@ class Resident(Entry):
         like: has its shape, strides, dtype and device; may be on the meta device.
         device: where its values are used; that of ``like`` when None.
         in_host: may be in host memory, beside that of an accelerator, instead of on storage.
+        stays: is the last to leave memory.
     """
 
-    home: _Home | None = None  #: where it is instead of on storage
+    home: Home | None = None  #: where it is instead of on storage
 
-    def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None, in_host: bool = True) -> None:
+    def __init__(
+        self,
+        key: str,
+        like: torch.Tensor,
+        device: torch.device | None = None,
+        in_host: bool = True,
+        stays: bool = False,
+    ) -> None:
         super().__init__(like.numel() * like.itemsize)
-        self.in_host = in_host
+        self.in_host, self.stays = in_host, stays
         self.key, self.shape, self.dtype = key, tuple(like.shape), like.dtype
         self.place = key  #: names it in the order of uses; the tensor that replaces it takes this over
         self.stride = dense_strides(like)
@@ -120,25 +114,14 @@ class Resident(Entry):
 class _Stored:
     """Residents in host memory or in a store; those that were never put there are zeros."""
 
-    def __init__(self, store: TensorStore, device: torch.device, host: Share) -> None:
-        self._store, self.host, self.counts = store, host, SwapStats()
-        self.streams = [CopyStream(device) for _ in range(2 if host.nbytes else 0)]  # to host memory, and from there
+    def __init__(self, store: TensorStore, homes: Homes) -> None:
+        self._store, self.homes = store, homes
 
     def put(self, entry: Resident, values: torch.Tensor) -> tuple[IoFuture | None, int]:
         """Starts to move the values of a resident to host memory or the store; returns the bytes that are written."""
-        if entry.home is None or (home := entry.home.memory) is None:
+        if entry.home is None:
             return self._store.put(entry.key, values), entry.nbytes
-        self.counts.bytes_to_host += entry.nbytes
-        source = dense_bytes(values)
-        if values.device.type == "cpu":
-            if entry.home.copying is not None:
-                entry.home.copying.wait(None)
-            home.copy_(source)
-            return None, 0
-        entry.home.copying = copying = Copy(self.streams[0])
-        writing = copying.future(source, home)
-        copying.begin((home[: entry.nbytes], source))
-        return writing, 0
+        return self.homes.copy_to(entry.home, dense_bytes(values)), 0
 
     def read(
         self, entry: Resident, memory: torch.Tensor, priority: Priority
@@ -150,10 +133,8 @@ class _Stored:
             entry.changed = True
             entry.note_computed()
             return values, None, 0
-        if entry.home is not None and entry.home.memory is not None:
-            entry.queued = entry.home.copying = copying = Copy(self.streams[1])
-            copying.begin((memory[: entry.nbytes], entry.home.memory[: entry.nbytes]))
-            self.counts.bytes_from_host += entry.nbytes
+        if entry.home is not None:
+            copying = self.homes.copy_from(entry.home, entry, memory[: entry.nbytes])
             if entry.scale is not None:
                 copying.before(entry.device)
                 values.mul_(entry.scale)
@@ -214,7 +195,7 @@ class Residents(Policy[Resident]):
         # By place in the order; nothing may be at a place that was foreseen.
         self._at: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._nbytes = 0  # of all, in whole pages
-        self._gone: deque[tuple[str, int, _Home | None]] = deque()  # keys, bytes and homes of tensors that were freed
+        self._gone: deque[tuple[str, int, Home | None]] = deque()  # keys, bytes and homes of tensors that were freed
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
             self.account = Account(rate_of_folders(self._session.folders))
@@ -223,7 +204,7 @@ class Residents(Policy[Resident]):
                 share, self._residency = tier_on(device, max(PAGE, self.budget // PAGE * PAGE)).share(), Residency()
             else:
                 share, self._residency = self._memory.share(device), self._memory.residency
-            self._stored = _Stored(self._store, device, host or PooledTier(0).share())
+            self._stored = _Stored(self._store, Homes(host or PooledTier(0).share()))
             super().__init__(self._residency.lock, share, self._stored, SwapStats())
             self._undo = undo.pop_all()
         self.present = weakref.WeakKeyDictionary()  # weak, since a parameter may be dropped at any time
@@ -275,8 +256,8 @@ class Residents(Policy[Resident]):
             self._largest = max(self._largest, nbytes)
             if self._memory is not None:
                 self._memory.balance()
-            if resident.in_host and (memory := self._stored.host.allocate(max(1, resident.nbytes))) is not None:
-                resident.home = _Home(memory)
+            if resident.in_host:
+                resident.home = self._stored.homes.take(resident.nbytes)
             weakref.finalize(resident, self._gone.append, (resident.key, nbytes, resident.home)).atexit = False
             if values is not None:
                 resident.leaving, written = self._stored.put(resident, values)
@@ -389,7 +370,7 @@ class Residents(Policy[Resident]):
                 bytes_in_memory=self.share.bytes_in_use,
                 peak_bytes=self.share.peak,
             )
-            stats.note_host(self._stored.host, self._stored.counts, *self._stored.streams)
+            stats.note_host(self._stored.homes.share, self._stored.homes.counts, *self._stored.homes.streams())
             return stats
 
     @never_raising
@@ -443,7 +424,7 @@ class Residents(Policy[Resident]):
         """Waits until one more tensor is in host memory."""
         with self.lock:
             homes = [resident.home for resident in self.present if resident.leaving is not None and resident.home]
-            copying = [home.copying for home in homes if home.copying is not None and not home.copying.done()]
+            copying = [home.copying for home in homes if home.copying and not home.is_idle()]
         for copy in copying[:1]:
             copy.wait(None)
         return bool(copying)
@@ -468,13 +449,18 @@ class Residents(Policy[Resident]):
         def when(resident: Resident) -> int:
             return next_use.get(resident.place, _NEVER) if self._at.get(resident.place) is resident else _NEVER
 
-        return sorted((resident for resident in self.present if when(resident) > after), key=when, reverse=True)
+        moving = [resident for resident in self.present if not resident.stays and when(resident) > after]
+        moving.sort(key=when, reverse=True)
+        # what stays would be written for nothing while others leave
+        if after < 0 and all(resident.leaving is None and resident.is_used() for resident in moving):
+            moving += [resident for resident in self.present if resident.stays]
+        return moving
 
     def _write_early(self) -> None:
         """Starts to write changed tensors, but for the last two, so that their memory is free in time."""
         if self._nbytes <= self.share.nbytes:
             return
-        for resident in list(self.to_write)[:-_CHANGING]:
+        for resident in [resident for resident in list(self.to_write) if not resident.stays][:-_CHANGING]:
             self.to_write.pop(resident, None)
             with contextlib.suppress(OSError):  # it is retried, and raised, when memory is needed
                 self._residency.write_back(self, resident)

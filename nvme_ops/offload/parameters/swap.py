@@ -22,7 +22,7 @@ from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped, Use
 from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
 from nvme_ops.offload.parameters.swapped import SwappedTensor
-from nvme_ops.offload.residency.placement import worth_keeping
+from nvme_ops.offload.residency.placement import placements
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
 
 _NOTHING = "neither reset_parameters nor initialize_weights does"
@@ -108,7 +108,7 @@ def swap_params(
         folder: where the parameters go; several folders, one on each device, share them by their measured rates.
         device_budget: bytes for parameters on an accelerator, or a size such as ``"8G"``; ``"auto"``, when None, is
             what is free less an eighth.
-        host_budget: bytes of page-locked host memory, where parameters of an accelerator are that have no room there,
+        host_budget: bytes of page-locked host memory, where parameters of an accelerator are that do not stay there,
             instead of on storage; ``"auto"``, when None, is what is free less an eighth, ``0`` none.
         memory_budget: another word for the budget of where the parameters are used; on the CPU that of the host.
         memory: in place of a budget of its own, one that is shared with others.
@@ -141,8 +141,8 @@ def swap_params(
     budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget)
     given, host = budgets.own, budgets.host_tier().share()
     sizes = [(key, 1.0, in_pages(parameter.nbytes)) for key, parameter in large.items()]
-    fits = sum(nbytes for *_, nbytes in sizes) <= budgets.nbytes and isinstance(given, int)
-    in_host = worth_keeping(sizes, host.nbytes) if host.nbytes and not fits else set()
+    own = given if host.nbytes and isinstance(given, int) else 0  # for what stays, and needs no room in host memory
+    kept, in_host = placements(sizes, own, host.nbytes)
     with contextlib.ExitStack() as undo:
         residents = Residents(
             folder,
@@ -157,7 +157,7 @@ def swap_params(
         made: dict[int, torch.nn.Parameter] = {}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for key, parameter in large.items():
-            resident = Resident(names[key], parameter, target, key in in_host)
+            resident = Resident(names[key], parameter, target, key in in_host, key in kept)
             residents.add(resident, None if parameter.is_meta else parameter.detach())
             made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), parameter.requires_grad)
         swapped: list[Any] = list(made.values())
