@@ -176,7 +176,7 @@ class Twins:
 def settled(saving: save_on_nvme) -> ActivationStats:
     """Once nothing is on its way to storage or back."""
     inside = saving._activations
-    for device in inside._stored.streams:  # a simulated one copies nothing that is not waited for
+    for device in inside._stored.homes._streams:  # a simulated one copies nothing that is not waited for
         torch.accelerator.synchronize(device)
     while inside._writing or inside._stored.leaving or any(entry.is_arriving() for entry in inside.present):
         saving.stats()

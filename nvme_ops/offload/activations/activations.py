@@ -32,7 +32,7 @@ from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, 
 from nvme_ops.offload.activations.units import ActivationStats, Stored, Ticket, TicketRef, Unit
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.account import Account, rate_of_folders
-from nvme_ops.offload.residency.copies import Copy, CopyStream
+from nvme_ops.offload.residency.homes import Home, Homes
 from nvme_ops.offload.residency.placement import kept_of_saved
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
@@ -49,12 +49,42 @@ _NOT_READ = "saved for the backward pass, could not be read"
 class _Saved:
     """What was saved: in host memory what there is room for, if it is an accelerator's, and the rest in the files."""
 
-    def __init__(self, files: StripedSlabs, checksums: bool, host: Share) -> None:
-        self._files, self._checksums = files, checksums
-        self.host = host
-        self.streams: dict[torch.device, tuple[CopyStream, CopyStream]] = {}  # to host memory, and from there
-        self.counts = ActivationStats()
+    def __init__(self, files: StripedSlabs, checksums: bool, homes: Homes) -> None:
+        self._files, self._checksums, self.homes = files, checksums, homes
+        self._part, self._due = 1.0, 0.0  # of the bytes that are written, for host memory; and those it lacks now
         self.leaving: list[Stored] = []  #: is to be freed once no transfer uses it any more
+
+    def foresee(self, nbytes: int) -> None:
+        """Learns how many bytes a pass will write.
+
+        If host memory has no room for all, it gets its part of them evenly: storage is then at work all the time, in
+        forward and in backward, and not only while the tensors of one end are saved.
+        """
+        room = self.homes.share.largest + sum(stored.home.memory.nbytes for stored in self.leaving if stored.home)
+        self._part, self._due = min(1.0, room / max(1, nbytes)), 0.0
+
+    def collect(self) -> None:
+        """Frees what no transfer uses any more."""
+        for stored in self.leaving.copy():
+            if stored.is_idle():
+                pieces, stored.pieces, stored.home = stored.pieces, [], None  # first: they must not be freed twice
+                self._files.free(pieces)
+                self.leaving.remove(stored)
+
+    def _home(self, entry: Unit) -> Home | None:
+        """Returns room in host memory, for which it waits if that is about to be free; None if it is storage's turn."""
+        if entry.device.type == "cpu":
+            return None
+        self._due += self._part * entry.nbytes
+        if self._due < entry.nbytes / 2:
+            return None
+        self._due -= entry.nbytes
+        while (home := self.homes.take(_size_class(entry.nbytes))) is None:
+            if (leaving := next((stored.home for stored in self.leaving if stored.home), None)) is None:
+                return None
+            leaving.free()
+            self.collect()
+        return home
 
     def leave(self, unit: Unit) -> None:
         """Frees what a unit has on storage, once no transfer uses it any more."""
@@ -67,12 +97,9 @@ class _Saved:
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
         stored, before = entry.stored, len(entry.stored.transfers)
-        if stored.host is not None:
-            entry.queued = copy = Copy(self.streams[entry.device][1])
-            stored.transfers.append(copy.future(memory))
-            copy.begin((memory, stored.host[: entry.nbytes]))
+        if stored.home is not None:
+            self.homes.copy_from(stored.home, entry, memory, keep=True)
             entry.handed_out = memory._version
-            self.counts.bytes_from_host += entry.nbytes
             return memory, None, 0
         try:
             self._files.move(stored.pieces, memory, stored.transfers, False, priority)
@@ -92,15 +119,9 @@ class _Saved:
             self.leave(entry)  # where it could not be written
         memory: Any = entry.memory
         transfers: list[IoFuture] = []
-        if entry.device.type != "cpu" and (host := self.host.allocate(_size_class(entry.nbytes))) is not None:
-            if entry.device not in self.streams:
-                self.streams[entry.device] = CopyStream(entry.device), CopyStream(entry.device)
-            copy = Copy(self.streams[entry.device][0])
-            transfers.append(copy.future(memory, host))
-            entry.stored = Stored([], transfers, host=host)
-            copy.begin((host[: entry.nbytes], memory))
-            self.counts.bytes_to_host += entry.nbytes
-            return transfers[0], 0
+        if (home := self._home(entry)) is not None:
+            entry.stored = Stored([], home=home)
+            return self.homes.copy_to(home, memory), 0
         try:
             stored = entry.stored = Stored(self._files.allocate(entry.nbytes), transfers)
             self._files.move(stored.pieces, memory, transfers, True, Priority.WRITEBACK)
@@ -173,7 +194,7 @@ class Activations(Policy[Unit]):
             # autograd's memory, and torch's; memory that is shared is one of the device of the first saved tensor
             share = Tier(given if isinstance(given, int) else 0, torch.device("cpu")).share()
             self._residency = Residency() if self._memory is None else self._memory.residency
-            self._stored = _Saved(self._files, checksums, host or PooledTier(0).share())
+            self._stored = _Saved(self._files, checksums, Homes(host or PooledTier(0).share()))
             super().__init__(self._residency.lock, share, self._stored, ActivationStats())
             if not self._files.is_measured:
                 self._files.measure()
@@ -297,7 +318,7 @@ class Activations(Policy[Unit]):
 
     def explain(self, stats: ActivationStats) -> str:
         """Returns what ``Account.explain`` does."""
-        return self._account.explain(stats, next(iter(self._stored.streams), torch.device("cpu")))
+        return self._account.explain(stats, self._stored.homes.device)
 
     def stats(self) -> ActivationStats:
         """Returns what was saved and moved so far."""
@@ -306,8 +327,8 @@ class Activations(Policy[Unit]):
                 self._collect()
                 self.counts.bytes_stored = self._files.bytes_in_use
             stats = replace(self.counts, bytes_in_memory=self._bytes)
-            streams = [stream for pair in self._stored.streams.values() for stream in pair]
-            stats.note_host(self._stored.host, self._stored.counts, *streams)
+            homes = self._stored.homes
+            stats.note_host(homes.share, homes.counts, *homes.streams())
             return stats
 
     def close(self) -> None:
@@ -317,14 +338,17 @@ class Activations(Policy[Unit]):
                 return
             self._closed = True
             self._end_pooling()
-            transfers: list[IoFuture] = []
+            transfers, homes = list[IoFuture](), list[Home]()
             if self._process == os.getpid():
                 for unit in list(self._writing):
                     self._cancel(unit)
-                stored = (unit.stored for unit in self._units.values() if unit.stored is not None)
-                transfers = [transfer for one in (*self._stored.leaving, *stored) for transfer in one.transfers]
+                stored = [*self._stored.leaving, *(unit.stored for unit in self._units.values() if unit.stored)]
+                transfers = [transfer for one in stored for transfer in one.transfers]
+                homes = [one.home for one in stored if one.home]
         for transfer in transfers:
             transfer.exception()
+        for home in homes:
+            home.free()
         self._stored.leaving.clear()
         for unit in list(self._units.values()):
             unit.stored = None
@@ -361,6 +385,7 @@ class Activations(Policy[Unit]):
             self._take_part(self._memory, unit)
         if not self._this_pass:
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self.counts))
+            self._stored.foresee(self._last_pass - self._kept)
         self._this_pass += unit.nbytes
         if unit.nbytes > self._largest or self._this_pass > self.share.nbytes == self._kept:
             self._largest = max(self._largest, unit.nbytes)
@@ -386,11 +411,7 @@ class Activations(Policy[Unit]):
                     break
             except OSError as error:
                 self._hold(unit, error)
-        for stored in self._stored.leaving.copy():
-            if all(map(IoFuture.done, stored.transfers)):
-                pieces, stored.pieces = stored.pieces, []  # first: they must not be freed twice
-                self._files.free(pieces)
-                self._stored.leaving.remove(stored)
+        self._stored.collect()
         if not self._units:
             self._away.clear()
             self._bytes = self._held_bytes = self._writing_bytes = 0  # Ctrl-C may have left others
@@ -509,7 +530,7 @@ class Activations(Policy[Unit]):
         self._hold(unit)  # first, as the write is not complete: Ctrl-C may come at any point
         if unit.leaving is not None:
             unit.leaving.request_cancel()
-            if unit.stored is not None and unit.stored.host is None:
+            if unit.stored is not None and unit.stored.home is None:
                 self.counts.bytes_cancelled += unit.nbytes
                 self.counts.bytes_written -= unit.nbytes
             self._stored.leave(unit)

@@ -12,6 +12,7 @@ from nvme_ops.base.text import size_words
 from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.activations.saved_tensors import StoragePart, copy_of, made_of
 from nvme_ops.offload.residency.entry import Entry, tensors_over
+from nvme_ops.offload.residency.homes import Home
 from nvme_ops.offload.residency.policy import Stats
 from nvme_ops.storage.striped import Piece
 
@@ -50,7 +51,11 @@ class Stored:
     pieces: list[Piece]
     transfers: list[IoFuture] = field(default_factory=list)
     checksum: int | None = None
-    host: torch.Tensor | None = None
+    home: Home | None = None
+
+    def is_idle(self) -> bool:
+        """Returns whether nothing moves there or from there."""
+        return all(map(IoFuture.done, self.transfers)) and (self.home is None or self.home.is_idle())
 
 
 class Unit(Entry):

@@ -65,6 +65,11 @@ class Homes:
         self.counts.bytes_from_host += memory.nbytes
         return copying
 
+    @property
+    def device(self) -> torch.device:
+        """An accelerator with entries here; the CPU before there are any."""
+        return next(iter(self._streams), torch.device("cpu"))
+
     def streams(self) -> list[CopyStream]:
         """Returns the streams of all devices."""
         return [stream for pair in self._streams.values() for stream in pair]
