@@ -110,7 +110,7 @@ class HostSegments(Policy[TokenSegment]):
             self._make_way()
             while (memory := self._residency.memory_for(self, segment, -1)) is None:
                 if self._asked < self.share.nbytes // _MARGIN:  # what others have may take more than they count
-                    self._asked *= 2
+                    self._asked = max(2 * self._asked, charge_of(segment.nbytes))
                     self._make_way()
                 elif victims := self.victims(-1):
                     self._residency.wait_until_written(self, victims[0])
