@@ -281,6 +281,22 @@ def test_a_cache_closed_while_copies_are_queued(device: Simulated, folder: Path)
 
 
 @on_simulated
+@pytest.mark.parametrize(("own", "host"), [("1200K", "1M"), ("1200K", 0), (0, "4M")])
+def test_layers_may_be_on_two_devices(device: Simulated, folder: Path, own: Any, host: Any) -> None:
+    wanted = dict.fromkeys(range(8), torch.empty(2, 2, 0, 64))
+    with device.computing(), NvmeCache(folder, device_budget=own, host_budget=host) as cache:
+        for tokens in (60, 1, 1, 1):
+            for layer in wanted:
+                states, where = torch.randn(2, 2, tokens, 64), layer // 4
+                wanted[layer] = torch.cat([wanted[layer], states], 2)
+                there = device.tensor(states, where)
+                for seen in cache.update(there, there, layer):
+                    assert seen.device == device.device(where)
+                    assert torch.equal(seen.cpu(), wanted[layer])
+                del there, seen
+
+
+@on_simulated
 def test_what_cannot_be_is_refused(device: Simulated, folder: Path) -> None:
     states = torch.zeros(2, 2, 200, 64)
     there = device.tensor(states)

@@ -66,9 +66,9 @@ def keys(device: Simulated, folder: Path) -> tuple[Step, Any]:
 
 
 KINDS: dict[str, Callable[..., tuple[Step, Any]]] = {
-    "weights": lambda *at: dense(*at, host_budget=0),
-    "weights in host memory": lambda *at: dense(*at, host_budget="64M"),
-    "quantized": lambda *at: dense(*at, host_budget="1M", quantize="int8"),
+    "weights": lambda device, folder: dense(device, folder, host_budget=0),
+    "weights in host memory": lambda device, folder: dense(device, folder, host_budget="64M"),
+    "quantized": lambda device, folder: dense(device, folder, host_budget="1M", quantize="int8"),
     "experts": experts,
     "parameters": lambda device, folder: parameters(device, folder, "0"),
     "parameters in host memory": lambda device, folder: parameters(device, folder, "64M"),
