@@ -16,7 +16,7 @@ from nvme_ops.offload.plan import probe, training
 from nvme_ops.offload.plan.training import Machine, TrainedModel, TrainingWay, ways
 from tests.doubles import private_device
 from tests.offload.llama import saved_llama
-from tests.offload.training import make_small_chunks
+from tests.offload.training import make_small_chunks, settled
 
 LAYERS, TOKENS, STEPS = 12, 512, 3
 MOVED = ("read", "written", "from_host", "to_host")
@@ -49,6 +49,8 @@ def train(way: TrainingWay, device: torch.device, folder: str) -> dict[str, list
         for _ in range(STEPS):
             with saving:
                 loss = model(given).sum()
+            if "save_on_nvme" in users:
+                settled(saving)  # or backward may come before what is written
             loss.backward()
             del loss
             optimizer.step()

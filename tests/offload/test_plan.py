@@ -280,7 +280,7 @@ def test_the_fastest_tier_decides_the_bound_of_training() -> None:
         assert (way.read, way.from_host) == pytest.approx((8 * MIB, 0) if host == 0 else (0, 8 * MIB), rel=0.01)
 
 
-def test_the_page_of_training_says_what_to_pass_and_what_the_next_way_needs() -> None:
+def test_the_page_of_training_says_what_to_pass() -> None:
     model = TrainedModel((4 * MIB,) * 8, 4, activations=1, of_layer=1, largest_saved=1, seconds=1e-9)
     machine = Machine(72 * MIB, 1e9, 1 << 40, 64 * MIB, bus=4e9, on_cpu=1e-3)
     text = training_text(training_plan({**ABOUT, "noise": 0.0, "memory_free": GIB}, model, machine, 0.1, [1], 1))

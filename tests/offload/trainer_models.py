@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from nvme_ops.offload import save_on_nvme
-from nvme_ops.offload.activations import activations
+from nvme_ops.offload.residency import placement
 
 SMALL: Any = {"optimizer_budget": "1M", "activations_budget": 0}
 
@@ -19,7 +19,7 @@ def take_small_activations(set_attribute: Callable[[Any, str, Any], None] = seta
     """Has save_on_nvme move tensors of a KiB, and forward wait for them, so that backward never comes first."""
     defaults: Any = save_on_nvme.__init__.__kwdefaults__
     set_attribute(save_on_nvme.__init__, "__kwdefaults__", {**defaults, "min_bytes": "1K"})
-    set_attribute(activations, "IN_FLIGHT", 1024)
+    set_attribute(placement, "IN_FLIGHT", 1024)
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

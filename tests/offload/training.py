@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.offload import ActivationStats, NvmeOptimizer, save_on_nvme
-from nvme_ops.offload.activations import activations
 from nvme_ops.offload.optimizer import states as optimizer_states
+from nvme_ops.offload.residency import placement
 from tests.offload.elsewhere import same
 from tests.offload.elsewhere import values as elsewhere
 
@@ -186,7 +186,7 @@ def settled(saving: save_on_nvme) -> ActivationStats:
 
 def take_few_in_flight(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Has small models wait for writes of activations, as large ones do."""
-    set_attribute(activations, "IN_FLIGHT", 128 * KIB)
+    set_attribute(placement, "IN_FLIGHT", 128 * KIB)
 
 
 def make_small_chunks(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -303,7 +303,7 @@ MISUSED = {
     },
     "data.cli": {"convert dir out": "dir", "verify text": "text"},
     "report.cli": {"--paths x": "unrecognized arguments"},
-    "offload.cli": {"plan dir --memory 1G": "nvme-checkpoint convert", "plan dir": "required: --memory"},
+    "offload.cli": {"plan dir --memory 1G": "nvme-checkpoint convert", "plan": "required: MODEL"},
 }
 COMMANDS = [(module, words, said) for module, rows in MISUSED.items() for words, said in rows.items()]
 
