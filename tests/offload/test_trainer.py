@@ -27,6 +27,13 @@ NAMES = [f"nvme_{what}_bytes_{way}" for what in ("optimizer", "activations") for
 
 
 @pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have made an accelerator."""
+    for name in ("integrations.trainer", "offload.activations.save_on_nvme"):
+        monkeypatch.setattr(f"nvme_ops.{name}.where_it_computes", lambda: torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     take_small_activations(monkeypatch.setattr)
 
