@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import warnings
@@ -37,7 +38,9 @@ _IPC_LOCK = 1 << 14  # CAP_IPC_LOCK, with which RLIMIT_MEMLOCK does not hold (ca
 
 def lockable_memory(root: Path = Path("/")) -> int:
     """Returns the bytes that this process may have locked at once, by RLIMIT_MEMLOCK; ``sys.maxsize`` without limit."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = resource.RLIM_INFINITY
+    with contextlib.suppress(OSError):  # where nobody may ask, locking itself says how much may be locked
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     words = next((line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("CapEff:")), "0")
     return sys.maxsize if limit == resource.RLIM_INFINITY or int(words, 16) & _IPC_LOCK else limit
 
