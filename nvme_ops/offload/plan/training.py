@@ -227,7 +227,7 @@ def ways(model: TrainedModel, machine: Machine, batch: int, length: int) -> list
         }
         bound = max(seconds, key=seconds.__getitem__)
         # a sequence takes at least a byte of one of them, so that no larger batch fits
-        most = machine.memory + machine.host + machine.free + 2
+        most = machine.memory + max(machine.host, buffers) + machine.free + 2
         largest = bisect.bisect_left(range(1, most), True, key=lambda count: not fits(count))
         moved = {function: of for function, of in {**parts, _SAVED: saved_by(batch)}.items() if function in moves}
         return TrainingWay(name, *needs, seconds[bound], bound, fits(batch), largest, budgets, moved)
