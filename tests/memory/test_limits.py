@@ -118,12 +118,12 @@ def test_a_save_in_the_background_keeps_to_the_limit(limited: Path, folder: Path
 def test_processes_that_share_memory_keep_to_the_limit_together(limited: Path) -> None:
     """All take as much as they get, at the same time: nobody is killed, and an eighth is left to others."""
     program = """
-    import os, sys
+    import multiprocessing, os, sys
     open(sys.argv[1], "w").write("0")
     import torch
     from nvme_ops.base.limits import free_memory
     from nvme_ops.memory.shared_memory import SharedTier, key_of, shared_memory
-    before, children = free_memory(), []
+    before, children, both = free_memory(), [], multiprocessing.get_context("fork").Barrier(2)
     for number in range(2):
         children.append(os.fork())
         if children[-1] == 0:
@@ -133,6 +133,7 @@ def test_processes_that_share_memory_keep_to_the_limit_together(limited: Path) -
             while (memory := tier.allocate_for(key_of(number, len(held)), 16 << 20, share)) is not None:
                 held.append(memory.fill_(number + 1))
             assert all(int(memory.min()) == int(memory.max()) == number + 1 for memory in held)
+            both.wait(60)  # what the first one has would be the other's once it ends
             os._exit(len(held))
     counts = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(*counts, before)
