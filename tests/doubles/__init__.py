@@ -13,6 +13,7 @@ import ctypes
 import enum
 import functools
 import gc
+import os
 import sys
 import time
 import types
@@ -254,13 +255,15 @@ class PrivateDevice(Double):
         return self._with("random", seed * 0x9E3779B97F4A7C15 % (1 << 63))
 
     @functools.cached_property
-    def _time(self) -> None:
+    def _time(self) -> int:
+        """Starts the thread that keeps time, and returns in which process it is."""
         self.library.pd_keep_time()
+        return os.getpid()
 
     @contextlib.contextmanager
     def in_time(self, to_device: float = 0, from_device: float = 0, computing: float = 0) -> Iterator[None]:
         """Work takes as long as at these rates, in bytes a second; 0: no time. What computes counts its arguments."""
-        _ = self._time
+        assert self._time == os.getpid(), "the thread that keeps time is the parent's: call this in a child alone"
         self.now.rates[:] = [int(rate) for rate in (to_device, from_device, computing)]
         try:
             yield
