@@ -147,15 +147,8 @@ class Scaled(WeightFormat):
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
-
-        def wide(factor: torch.Tensor) -> torch.Tensor:
-            factor = factor.to(out.device)
-            for dim in range(1, factor.dim()):
-                if factor.shape[dim] > 1:
-                    factor = factor.repeat_interleave(stored.shape[dim] // factor.shape[dim], dim)
-            return factor
-
-        scale, zero = wide(self.scale), None if self.zero is None else wide(self.zero)
+        scale = _wide(self.scale, stored)
+        zero = None if self.zero is None else _wide(self.zero, stored)
         rows = stored.shape[0] // scale.shape[0]
         for part in _parts(stored):
             of_part = torch.arange(part.start, part.stop, device=scale.device) // rows
@@ -163,6 +156,15 @@ class Scaled(WeightFormat):
             if zero is not None:
                 values -= zero[of_part]
             out[part] = values.mul_(scale[of_part])
+
+
+def _wide(factor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Returns a factor for each column of ``stored``, on its device."""
+    factor = factor.to(stored.device)
+    for dim in range(1, factor.dim()):
+        if factor.shape[dim] > 1:
+            factor = factor.repeat_interleave(stored.shape[dim] // factor.shape[dim], dim)
+    return factor
 
 
 class Mxfp4(WeightFormat):
