@@ -5,9 +5,11 @@ Several such processes, asked concurrently, stand for several ranks.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +99,8 @@ def _serve(pipe: Connection, output: str, make: Callable[..., list[Row]], argume
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what it has said is there when it is killed
     rows: list[Row] = []
     while True:
         try:

@@ -44,7 +44,10 @@ def rows_elsewhere(word: str) -> list[Row]:
     return [good, Row("", good.run, check=wrong), *(Row("", run) for run in (missing, failing, exiting, hanging))]
 
 
-def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: pytest.CaptureFixture[str]) -> None:
+def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with ExitStack() as stack:
         remote, slow = (stack.enter_context(Remote(rows_elsewhere, "told", limit=limit)) for limit in (300, 60))
         interleave([joint_row("", [slow], 0)], 1)
