@@ -143,3 +143,47 @@ def test_processes_that_share_memory_keep_to_the_limit_together(limited: Path) -
     *counts, before = map(int, done.stdout.split())
     assert min(counts) > 0, "killed for want of memory"
     assert sum(counts) * 16 * MIB <= before * 7 // 8
+
+
+def test_another_process_takes_all_memory_while_weights_come_into_it(limited: Path, folder: Path) -> None:
+    """Nobody is killed: what is there by then stays and is used, and all else is streamed."""
+    program = """
+    import ctypes, os, sys, warnings
+    open(sys.argv[1], "w").write("0")
+    import torch
+    from nvme_ops.base.limits import free_memory
+    from nvme_ops.offload import stream_weights
+    from tests.doubles import private_device
+    from tests.offload.models import layers
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed of larger blocks goes back to the system
+    begins, ends, held = os.pipe(), os.pipe(), []
+    if (other := os.fork()) == 0:
+        os.close(begins[1])
+        os.read(begins[0], 1)
+        while free_memory() > 48 << 20:  # those of the accelerator, which are the host's here, and as many again
+            held.append(b"1" * (4 << 20))
+        os.write(ends[1], b"1")
+        os._exit(len(os.read(begins[0], 1)))  # once this process ends
+    os.close(ends[1])
+    device, model, given = private_device(), layers(100, 1024).requires_grad_(False), torch.ones(1, 1024)
+    wanted, where = model(given), {"device": device.device(), "device_budget": "24M"}
+    with device.computing(), stream_weights(model, sys.argv[2], host_budget="auto", **where) as streamed:
+        hooks = [streamed[0].register_forward_hook(lambda *_: os.write(begins[1], b"1") and None)]
+        hooks.append(streamed[2].register_forward_hook(lambda *_: os.read(ends[0], 1) and None))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert torch.equal(streamed(device.tensor(given)).cpu(), wanted)
+        assert os.waitpid(other, os.WNOHANG) == (0, 0), "killed for want of memory"
+        assert "others use the host's memory" in str(said[0].message)
+        [hook.remove() for hook in hooks]
+        before = streamed.stats()
+        for _ in range(3):
+            assert torch.equal(streamed(device.tensor(given)).cpu(), wanted)
+        after = streamed.stats()
+    assert after.bytes_from_host > before.bytes_from_host
+    assert after.bytes_read > before.bytes_read
+    """
+    done = run_python(program, limited, folder, check=False)
+    assert done.returncode != -signal.SIGKILL, "killed for want of memory"
+    assert done.returncode == 0, done.stderr
