@@ -361,6 +361,7 @@ class SharedTier(Tier):
         super().__init__(nbytes, torch.device("cpu"))
         self.memory, self._spare = memory, free_memory() // 8
         self._kept: dict[int, _Kept] = {}  # by where they begin
+        self.is_held_up = False  #: another process does not go on, for which nobody waits again
         self._looked = 0.0  # when pieces were looked for whose processes have ended
 
     def allocate_for(self, key: Key, nbytes: int, share: Share) -> torch.Tensor | None:
@@ -383,7 +384,9 @@ class SharedTier(Tier):
         """Keeps the piece of a key, and returns a buffer over it; None if there is no room. Raises OSError."""
         memory = self.memory
         free = [kept.piece for kept in self._free() if kept.nbytes == size]
-        piece = memory.locked(memory.keep, key, size, free)
+        patience, self.is_held_up = 0 if self.is_held_up else None, True
+        piece = memory.locked(memory.keep, key, size, free, patience=patience)
+        self.is_held_up = False
         if piece is None:
             return None
         start, _ = memory.span(piece)

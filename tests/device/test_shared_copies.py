@@ -175,6 +175,21 @@ def test_a_process_is_stopped_at_any_moment(device: Simulated, path: Path, monke
 
 
 @on_simulated
+def test_copies_come_later_if_a_process_stood_still(
+    device: Simulated, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "_PATIENCE", 0.2)
+    with device.computing(), opened(device, path) as model, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory = model._nvme_window._host._shared.tier.memory
+        other = shared_memory.SharedMemory(os.open(f"/proc/self/fd/{memory._fd}", os.O_RDWR), memory._nbytes)
+        wanted = other.locked(logits_of, device, model)
+        assert model.stats().bytes_in_host == 0
+        assert torch.equal(logits_of(device, model), wanted)
+        assert model.stats().bytes_in_host > 16 * MIB
+
+
+@on_simulated
 @pytest.mark.parametrize("options", [{"host_budget": "3M"}, {"dtype": "bfloat16", "device_budget": "3200K"}])
 def test_processes_with_other_options_share_what_is_stored(
     device: Simulated, path: Path, options: dict[str, Any]

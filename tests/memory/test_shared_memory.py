@@ -209,15 +209,18 @@ def test_a_process_is_stopped_while_it_has_the_lock(what: str, end: int, monkeyp
             os._exit(1)
     try:
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        monkeypatch.setattr(module, "_PATIENCE", 60.0)
         begin, process.tier._looked = time.monotonic(), 0.0
         process.tier.collect()
-        assert time.monotonic() - begin < 2, "what may be left of others is no reason to wait"
+        assert time.monotonic() - begin < 30, "what may be left of others is no reason to wait"
         monkeypatch.setattr(module, "_PATIENCE", 0.2)
-        begin = time.monotonic()
         assert process.tier.allocate_for(ONE, MIB, process.share) is None
-        assert time.monotonic() - begin < 2, "it waits no longer than that"
-        os.kill(child, end)
         monkeypatch.setattr(module, "_PATIENCE", 60.0)
+        assert process.tier.allocate_for(ONE, MIB, process.share) is None
+        assert time.monotonic() - begin < 30, "it waits no longer than that, and once"
+        os.kill(child, end)
+        while process.tier.is_held_up and time.monotonic() - begin < 60:
+            process.tier.allocate_for(ONE, MIB, process.share)
         process.get(ONE)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -89,7 +89,7 @@ class HostCopies(Policy[FileEntry]):
         """Starts to read a copy; if the machine has no memory for it, there will be no more of them."""
         if copy.values is not None or self._residency.begin(self, copy, priority):
             return True
-        if not self._copying_away():
+        if not self._copying_away() and not (self._shared is not None and self._shared.tier.is_held_up):
             self._copies.pop(entry, None)
             self.share.nbytes = self.share.bytes_in_use
             if not self._is_short:
