@@ -110,19 +110,21 @@ class Residency:
             if memory is None:
                 return False
             try:
-                values, transfer, nbytes = policy.backing.read(entry, memory, priority)
+                values, entry.arrival, nbytes = policy.backing.read(entry, memory, priority)
+                entry.demanded = priority is Priority.DEMAND
+                policy.present[entry] = None  # first, or Ctrl-C could leave values that nobody releases
+                entry.values, entry.memory = values, memory
             except BaseException as error:
                 if entry.queued is not None:
                     entry.queued.release()
+                if entry.values is None:
+                    policy.present.pop(entry, None)
+                    entry.arrival = entry.queued = None
                 del memory
                 free_frames(error)
                 raise
-        entry.arrival = transfer
-        entry.demanded = priority is Priority.DEMAND
         policy.counts.bytes_read += nbytes
         policy.counts.bytes_on_demand += nbytes * entry.demanded
-        policy.present[entry] = None  # first, or Ctrl-C could leave values that nobody releases
-        entry.values, entry.memory = values, memory
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s: brings %s, %s", _name(policy), entry, priority.name)
         return True
