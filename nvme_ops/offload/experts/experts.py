@@ -112,7 +112,7 @@ class Experts(Policy[Expert]):
         self._residency, self.host = residency, host
         super().__init__(residency.lock, share, host or ModelFiles(), ExpertStats())
         self.groups = groups
-        self._largest = max(expert.nbytes for group in groups for expert in group)
+        self.largest = max(expert.nbytes for group in groups for expert in group)
         self._sinking = deque[tuple[Copy, torch.Tensor]]()  # memory that has been given up, but for these copies
         self._of = {source: expert for group in groups for expert in group for source in expert.places}
         self._layers = [_Layer() for _ in groups]
@@ -142,6 +142,7 @@ class Experts(Policy[Expert]):
     def on_host(self, sources: Sequence[Source]) -> list[torch.Tensor] | None:
         """Returns weights in host memory if the CPU is to compute with that expert, and tells ``computed`` later."""
         with self.lock:
+            self._require_ours()
             if self.host is None or not (on_host := self._uses().on_host):
                 return None
             placed = [next(place for place in source.holders() if place[0] in self._of) for source in sources]
@@ -303,7 +304,7 @@ class Experts(Policy[Expert]):
     def _sink_ahead(self) -> None:
         """Has memory for one more expert, so that the next one need not wait until another one has sunk."""
         if self.host is not None:
-            needed = self._largest - sum(memory.nbytes for _, memory in self._sinking)
+            needed = self.largest - sum(memory.nbytes for _, memory in self._sinking)
             if self.share.nbytes - self.share.bytes_in_use < needed:
                 self._residency.make_room(self, needed, 0)
 

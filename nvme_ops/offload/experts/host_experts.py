@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import math
 import time
 from collections.abc import Iterator
 from typing import cast
@@ -107,13 +106,15 @@ class HostExperts(HostCopies):
                 try:
                     if not self._residency.begin(self, sunk, Priority.DEMAND):
                         return None
+                    self._copies[expert] = sunk
+                    self._offer(sunk)
                 except BaseException:
                     self.discard(sunk)  # waits for what was queued
                     raise
-                self._copies[expert] = sunk
                 self.counts.bytes_to_host += expert.nbytes if sunk in self._copying else 0
-            self._risen.pop(sunk, None)
-            self._offer(sunk)
+            else:
+                self._offer(sunk)
+                self._risen.pop(sunk, None)
             copying = self._copying.get(sunk)
             return None if copying is None or copying.done() else copying
 
@@ -131,10 +132,10 @@ class HostExperts(HostCopies):
 
     def _offer(self, sunk: _Sunk) -> None:
         """Lets an expert make room for others, in the order of their worth."""
-        sunk.worth, self._sunk = sunk.expert.worth, self._sunk + 1
         if len(self._order) > 4 * len(self.present) + 64:
             self._order = [item for item in self._order if self._is_only_here(item)]
             heapq.heapify(self._order)
+        sunk.worth, self._sunk = sunk.expert.worth, self._sunk + 1
         heapq.heappush(self._order, (sunk.worth, self._sunk, sunk))
 
     def read(self, entry: FileEntry, memory: torch.Tensor, priority: Priority) -> Read:
@@ -159,15 +160,17 @@ class HostExperts(HostCopies):
     def resize(self, nbytes: int) -> None:
         """Sets how much memory there is for experts."""
         with self.lock:
-            self.share.nbytes, self._worth = nbytes, math.inf
-            self._residency.make_room(self, 0, -1)
+            self.share.nbytes = nbytes
+            self._residency.make_room(self, 0, 0)
 
     def victims(self, after: int) -> Iterator[FileEntry]:
         """Yields the copies of those that have risen, then experts that are worth less than the one that sinks now.
 
         A copy from which the accelerator still reads is waited for if it reads from another one after that.
         """
-        del after
+        if after == 0:  # of ``resize``, which waits for copies, too
+            yield from sorted(self.present, key=lambda copy: (copy not in self._risen, cast("_Sunk", copy).worth))
+            return
         rising = [sunk for sunk in self._risen if self._is_copied(sunk)]
         yield from [sunk for sunk in self._risen if sunk not in rising]
         yield from rising[:-1]
@@ -195,7 +198,7 @@ class HostExperts(HostCopies):
         if (filling := self.backing.filling.get(entry)) is not None:
             filling.wait(None)
             self.backing.filling.pop(entry).exception()
-        super().discard(entry)
-        self._risen.pop(entry, None)
         if isinstance(entry, _Sunk) and self._copies.get(entry.expert) is entry:
             del self._copies[entry.expert]
+        super().discard(entry)
+        self._risen.pop(entry, None)

@@ -151,9 +151,10 @@ class HostCopies(Policy[FileEntry]):
 
     def discard(self, entry: FileEntry) -> None:
         """Drops a copy, once what is read from it has arrived."""
-        if (copying := self._copying.pop(entry, None)) is not None:
+        if (copying := self._copying.get(entry)) is not None:
             copying.wait(None)
         super().discard(entry)
+        self._copying.pop(entry, None)
 
     def out_of_memory(self, entry: FileEntry) -> MemoryError:
         """Returns the error to raise when no memory has become free for a copy."""

@@ -289,8 +289,8 @@ class Residency:
             if room >= nbytes:
                 return
             if victim.memory is not None and (victim.leaving is None or victim.leaving.done()):
-                room += victim.memory.nbytes
-                self.evict(policy, victim)
+                memory = victim.memory.nbytes
+                room += memory * (self.evict(policy, victim) or victim.leaving is not None)
 
     def put_away(self, policy: Policy[E], entry: E) -> None:
         """Takes an entry out of memory now, and waits until it is written. Raises MemoryError if it is in use."""
@@ -373,7 +373,8 @@ class Residency:
 
 def _nearest(policy: Policy[Any], other: Policy[Any]) -> list[Any]:
     """Returns what may leave of another's memory, first what lies nearest to that of a policy, for one piece."""
-    victims = [victim for victim in other.victims(-1) if victim.memory is not None and not victim.is_used()]
+    once = dict.fromkeys(other.victims(-1))
+    victims = [victim for victim in once if victim.memory is not None and not victim.is_used()]
     return sorted(victims, key=lambda victim: other.share.place(victim.memory), reverse=policy.share.at_end)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from nvme_ops.offload.experts.experts import Experts
+from nvme_ops.offload.residency.entry import free_frames
 from nvme_ops.offload.weights.stored import StoredTensor, in_window_together, select
 
 _AT_ONCE = 16 << 20  # bytes of results that may wait for those of experts before them
@@ -68,12 +69,16 @@ def compute(
     form = _loop(function.__code__) if is_loop else _grouped(module, function)
     if form is None or not _is_known(module, form):
         return None
-    if not is_loop:
-        return _compute_grouped(module, form, *args)
     numbers = chosen[0].tolist() if len(chosen) == 1 else []
-    if numbers and len(set(numbers)) == len(numbers):
-        return _compute_one(module, form, args[0], numbers, args[2])
-    return _compute(module, form, *args)
+    try:
+        if not is_loop:
+            return _compute_grouped(module, form, *args)
+        if numbers and len(set(numbers)) == len(numbers):
+            return _compute_one(module, form, args[0], numbers, args[2])
+        return _compute(module, form, *args)
+    except BaseException as error:
+        free_frames(error)  # which have the values of weights
+        raise
 
 
 def _used(module: Any, function: Any) -> Any:

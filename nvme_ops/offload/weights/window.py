@@ -314,7 +314,9 @@ class Window(Policy[_Weight]):
         self._left_below, rest = nbytes, nbytes
         if self.experts is not None and self.experts.host is not None:
             rest = min(nbytes, self._most_below)
-            self.experts.host.resize(nbytes - rest)
+            below = self.experts.host
+            below.share.nbytes = nbytes - rest
+            below.resize(below.room([self.experts.largest]))
         self._host.share.nbytes = rest
         self._passed = self.share.nbytes  # has reading ahead planned anew
         self._place()
