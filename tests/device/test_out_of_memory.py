@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import NvmeCache, stream_weights, swap_params
+from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights, swap_params
 from tests.conftest import KIB
 from tests.device.kinds import Simulated, on_simulated
-from tests.offload.models import layers, mixture, nbytes
+from tests.offload.models import layers, mixture, nbytes, saved
 
 Step = Callable[[], torch.Tensor]
 
@@ -32,6 +32,14 @@ def experts(device: Simulated, folder: Path) -> tuple[Step, Any]:
     model = mixture("packed")
     budgets = {"device_budget": nbytes(model) // 2, "host_budget": "1M"}
     return weights(device, folder, model, torch.randn(2, 64), **budgets)
+
+
+def experts_on_host(device: Simulated, folder: Path) -> tuple[Step, Any]:
+    path, kind = saved(folder, "Qwen3Moe")
+    size, tokens = nbytes(kind.from_pretrained(path)), device.tensor(torch.arange(4)[None])
+    budgets: Any = {"device_budget": size // 2, "host_budget": "1M", "compute_on_host": True}
+    model = from_pretrained(path, device=device.device(), handle=device.handle(), **budgets)
+    return lambda: model(tokens).logits.cpu(), model
 
 
 def parameters(device: Simulated, folder: Path, host_budget: str) -> tuple[Step, Any]:
@@ -70,6 +78,7 @@ KINDS: dict[str, Callable[..., tuple[Step, Any]]] = {
     "weights in host memory": lambda device, folder: dense(device, folder, host_budget="64M"),
     "quantized": lambda device, folder: dense(device, folder, host_budget="1M", quantize="int8"),
     "experts": experts,
+    "experts that the CPU computes with": experts_on_host,
     "parameters": lambda device, folder: parameters(device, folder, "0"),
     "parameters in host memory": lambda device, folder: parameters(device, folder, "64M"),
     "keys and values": keys,

@@ -13,6 +13,7 @@ from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.memory.tier import PooledTier, tier_on
 from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.experts.experts import Experts
+from nvme_ops.offload.experts.host_computing import HostComputing
 from nvme_ops.offload.experts.host_experts import HostExperts
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.residency.shared_files import shared_files
@@ -37,6 +38,7 @@ class Layers:
         device: torch.device | None = None,
         below: int = 0,
         shared: bool = False,
+        computing: bool = False,
     ) -> None:
         self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
         if not self.path.exists():
@@ -49,7 +51,8 @@ class Layers:
         device = device or torch.device("cpu")
         self.shared = shared_files([file], lambda _: below * SIZE) if shared else None
         tier = PooledTier(below * SIZE) if self.shared is None else self.shared.tier
-        host = HostExperts(device, tier.share(), shared=self.shared) if below else None
+        on_host = HostComputing() if computing else None
+        host = HostExperts(device, tier.share(), on_host, self.shared) if below else None
         self.experts = Experts(
             Residency(), tier_on(device, room * SIZE).share(), experts_of(self.sources, device), host
         )
@@ -59,9 +62,12 @@ class Layers:
         before, numbers = self.experts.stats().bytes_read, list(chosen)
         self.experts.expect(layer, dict.fromkeys(numbers, 1), tokens)
         for number in _as_they_arrive(self.experts, layer, numbers):
-            for source in self.sources[layer][number]:
+            sources = self.sources[layer][number]
+            if (on_host := self.experts.on_host(sources)) is not None:
+                self.experts.computed(sources[0], tokens, 1e-9)
+            for source, values in zip(sources, on_host or map(self.experts.fetch, sources), strict=True):
                 start = source.extents[0].start
-                assert torch.equal(self.experts.fetch(source).cpu(), self.data[start : start + HALF])
+                assert torch.equal(values.cpu(), self.data[start : start + HALF])
         return (self.experts.stats().bytes_read - before) // SIZE
 
     def held(self, layer: int) -> set[int]:
