@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from nvme_ops.base.text import parse_size
-from nvme_ops.offload import Memory, NvmeOptimizer, save_on_nvme, swap_params
+from nvme_ops.offload import Memory, NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
 from tests.doubles import private_device
-from tests.offload.training import make_small_chunks, states
+from tests.offload.training import equal, make_small_chunks, states
 
 
 def network() -> torch.nn.Sequential:
@@ -153,6 +153,61 @@ def step_on(device: torch.device, folder: str) -> None:
         assert 1 << 20 < stats.bytes_in_host < stats.bytes_stored
         for mine, wanted in zip([*there, *states(ours)], [*usual, *states(plain)], strict=True):
             assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
+
+
+def step_without_memory(folder: str, host_budget: str) -> None:
+    """A step for which the accelerator has no memory says which chunks are old, new or mixed; once more, it is right.
+
+    What it had on the accelerator is free, though somebody keeps the error.
+    """
+    make_small_chunks()
+    device, kept, mixed = private_device(), list[Any](), 0
+    budgets: Any = {"device_budget": "800K", "host_budget": host_budget, "min_bytes": "64K"}
+    usual, model = network().to(device.device()), network().to(device.device())
+    swapped = swap_params(model, folder, **budgets)
+    plain = torch.optim.AdamW(usual.parameters())
+    ours = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, host_budget="3M")
+    gradients = swap_gradients(model.parameters(), folder, **budgets)
+
+    def values(of: torch.nn.Module) -> list[torch.Tensor]:
+        return [param.detach().cpu().flatten() for param in of.parameters()]
+
+    def others() -> int:
+        return int(device.now.bytes) - sum(both.stats().bytes_in_memory for both in (swapped, gradients))
+
+    def step(place: int, failing: int) -> None:
+        nonlocal mixed
+        given = torch.linspace(-1, place % 7, 256, device=device.device()).repeat(64, 1)
+        for of in (usual, model):
+            of.zero_grad()
+            of(given).square().mean().backward()
+        old, before = values(model), others()
+        plain.step()
+        try:
+            with device.failing("allocation", place, failing):
+                ours.step()
+        except torch.cuda.OutOfMemoryError as error:
+            kept[:] = [error]
+            assert others() <= before
+            now, new, apart = values(model), values(usual), 0
+            of_each = {param: values for param, *values in zip(model.parameters(), now, old, new, strict=True)}
+            for chunk in ours._states.division.chunks:
+                for part in chunk.slices:
+                    is_now, was, is_to_be = (those[part.begin : part.end] for those in of_each[part.parameter])
+                    apart += not is_now.equal(is_to_be if ours._states.is_done(chunk) else was)
+            mixed += bool(apart)
+            assert bool(apart) <= ("could not be put back" in error.__notes__[0]), error.__notes__
+            ours.step()
+        assert equal(values(model), values(usual))
+
+    with device.computing(), device.pinned_memory(True):
+        step(0, 0)
+        for place in range(0, 63, 7):  # of some 100
+            step(place, 1)
+            step(place, -1)
+    assert mixed
+    for closed in (ours, gradients, swapped):
+        closed.close()
 
 
 def shared(folder: str, seeds: str) -> None:

@@ -26,7 +26,9 @@ def test_gradients_are_right_in_any_order_of_work(folder: Path, host_budget: str
     run_python(SAVING, "gradients", folder, host_budget, seeds)
 
 
-@pytest.mark.parametrize("what", [["dropped"], ["evicted"], ["without_memory", "1200K"]])
+@pytest.mark.parametrize(
+    "what", [["dropped"], ["evicted"], ["without_memory", "1200K"], ["step_without_memory", "0"]], ids=" ".join
+)
 def test_what_goes_while_copies_are_queued_or_finds_no_memory(folder: Path, what: list[str]) -> None:
     run_python(SAVING, what[0], folder, *what[1:])
 

@@ -325,11 +325,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             finally:
                 if under_way:
                     self._failed_with = _identities(self._parameters())
-                done = sum(states.is_done(chunk) for chunk in with_gradient)
+                done, mixed = sum(states.is_done(chunk) for chunk in with_gradient), len(states.changed)
+                but = f", but for {mixed} that could not be put back, which a step, save or load does" * (mixed > 0)
                 text = (
                     f"step {self.steps + (states.last_commit != states.attempt)} of NvmeOptimizer: {done} of "
-                    f"{len(with_gradient)} chunks of parameters are updated, the others are as they were; step() with "
-                    "the same gradients continues with these"
+                    f"{len(with_gradient)} chunks of parameters are updated, the others are as they were{but}; step() "
+                    "with the same gradients continues with these"
                 )
                 note(error, text)
             raise

@@ -11,6 +11,7 @@ import torch
 
 from nvme_ops.offload.optimizer.chunks import HALF, MASTER, Chunk, Slice, cloned, options_of
 from nvme_ops.offload.optimizer.states import States
+from nvme_ops.offload.residency.entry import free_frames
 
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 _memcmp: Any = ctypes.CDLL(None).memcmp
@@ -57,10 +58,15 @@ class Updates:
             memory = old.to(chunk.device)
         elif old is not host:
             host.copy_(old)
-        with contextlib.closing(chunk.borrowed()) as parts:
-            for slices in parts:
-                self.has_lent |= slices[0].loan is not None
-                self._compute(options_of(groups[chunk.group]), chunk, buffer, memory, slices)
+        try:
+            with contextlib.closing(chunk.borrowed()) as parts:
+                for slices in parts:
+                    self.has_lent |= slices[0].loan is not None
+                    self._compute(options_of(groups[chunk.group]), chunk, buffer, memory, slices)
+        except BaseException as error:
+            del memory, old, host  # an accelerator may need it to put the parameters back
+            free_frames(error)
+            raise
         if memory is not host:
             host.copy_(memory)
         if first:
