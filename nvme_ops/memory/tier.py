@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.errors import note
 from nvme_ops.base.lifetime import forkable_lock
-from nvme_ops.base.limits import free_memory
+from nvme_ops.base.limits import free_memory, less_an_eighth
 from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import size_words
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import AwaitedPool, Held, Pool, charge_of
 
@@ -313,5 +315,10 @@ class PooledTier(Tier):
 def tier_on(device: torch.device, nbytes: int, two_ended: bool = False) -> Tier:
     """Returns memory of ``nbytes`` bytes on a device; see ``HostTier`` for ``two_ended``."""
     if device.type == "cpu":
-        return HostTier(nbytes, Pool(-(-nbytes // _HUGE) * _HUGE), two_ended)
+        try:
+            return HostTier(nbytes, Pool(-(-nbytes // _HUGE) * _HUGE), two_ended)
+        except MemoryError as error:
+            free = size_words(less_an_eighth(free_memory()))
+            note(error, f"the budget is more than the system gives: give less ({free} are free)")
+            raise
     return Tier(nbytes, device)

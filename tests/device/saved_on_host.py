@@ -196,7 +196,7 @@ def step_without_memory(folder: str, host_budget: str) -> None:
                     is_now, was, is_to_be = (those[part.begin : part.end] for those in of_each[part.parameter])
                     apart += not is_now.equal(is_to_be if ours._states.is_done(chunk) else was)
             mixed += bool(apart)
-            assert bool(apart) <= ("could not be put back" in error.__notes__[0]), error.__notes__
+            assert bool(apart) <= ("could not be put back" in kept[0].__notes__[0]), place
             ours.step()
         assert equal(values(model), values(usual))
 
