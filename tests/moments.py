@@ -30,13 +30,14 @@ class Interrupt:
     Args:
         number: of the moment; none when it is -1, and all are counted.
         act: what happens instead.
+        within: a part of the names of the files of ours.
     """
 
-    def __init__(self, number: int = -1, act: Callable[[], object] = ctrl_c) -> None:
-        self.number, self.act, self.count, self.where = number, act, 0, ""
+    def __init__(self, number: int = -1, act: Callable[[], object] = ctrl_c, within: str = OURS) -> None:
+        self.number, self.act, self.within, self.count, self.where = number, act, within, 0, ""
 
     def _see(self, frame: FrameType, event: str, function: Any) -> None:
-        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
+        if event not in ("call", "c_return") or self.within not in frame.f_code.co_filename:
             return
         if getattr(function, "__name__", "") in ("setprofile", *LOSE):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -229,15 +230,16 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(device: Simulated, fol
 @on_simulated
 @pytest.mark.usefixtures("unraisable")  # what is raised while Python frees an object is lost
 def test_ctrl_c_at_any_moment_leaves_no_expert_that_cannot_leave(device: Simulated, folder: Path) -> None:
-    layers, events, made = opened(device, folder, 50, computing=True), device.now.events, Interrupt()
+    layers, events = opened(device, folder, 50, computing=True), device.now.events
+    here, made = functools.partial(Interrupt, within="host_experts.py"), Interrupt(within="host_experts.py")
     host: Any = layers.experts.host
     with device.computing():
         for step in steps():
             layers.use(*step)
         with made:
             layers.use(0, range(8))
-        for number in range(1, made.count, 1 + made.count // 700):
-            moment, (layer, chosen) = Interrupt(number), steps(2, number)[number % 2]
+        for number in range(1, 2 * made.count):
+            moment, (layer, chosen) = here(number), steps(2, number)[number % 2]
             with contextlib.suppress(KeyboardInterrupt), moment:
                 layers.use(layer, chosen)
             order = {item[2] for item in host._order if host._is_only_here(item)}
