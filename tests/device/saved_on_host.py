@@ -190,7 +190,9 @@ def step_without_memory(folder: str, host_budget: str) -> None:
             kept[:] = [error]
             assert others() <= before
             now, new, apart = values(model), values(usual), 0
-            of_each = {param: values for param, *values in zip(model.parameters(), now, old, new, strict=True)}
+            of_each: dict[torch.Tensor, list[torch.Tensor]] = {
+                param: values for param, *values in zip(model.parameters(), now, old, new, strict=True)
+            }
             for chunk in ours._states.division.chunks:
                 for part in chunk.slices:
                     is_now, was, is_to_be = (those[part.begin : part.end] for those in of_each[part.parameter])
