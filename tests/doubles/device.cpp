@@ -27,6 +27,7 @@
 #include <memory>
 #include <new>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "steering.h"
@@ -140,15 +141,20 @@ struct Stream {
   }
 
   // Returns whether what is queued here from now on runs after a position of another stream.
-  bool waits_for(const Stream& other, std::uint64_t position) const { return waits_for(other, position, queued); }
+  bool waits_for(const Stream& other, std::uint64_t position) const {
+    std::map<const Stream*, std::uint64_t> seen;  // until where: there are more ways than there is work
+    return waits_for(other, position, queued, seen);
+  }
 
-  bool waits_for(const Stream& other, std::uint64_t position, std::uint64_t before) const {
+  bool waits_for(const Stream& other, std::uint64_t position, std::uint64_t before,
+                 std::map<const Stream*, std::uint64_t>& seen) const {
     std::uint64_t at = done;
+    const std::uint64_t known = std::exchange(seen[this], std::max(seen[this], before));
     return std::any_of(queue.begin(), queue.end(), [&](const Work& work) {
       const Event& wait = work.wait;
-      return ++at <= before && wait.stream != nullptr &&
+      return ++at > known && at <= before && wait.stream != nullptr &&
              ((wait.stream == &other && wait.position >= position) ||
-              wait.stream->waits_for(other, position, wait.position));
+              wait.stream->waits_for(other, position, wait.position, seen));
     });
   }
 
