@@ -528,12 +528,27 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 thread_local bool computing_now = false;  // what is copied meanwhile does not move between host and device
 
+// Returns whether what is queued reads from where a copy writes, as it may before that.
+bool is_to_be_read(const Copy& copy) {
+  const auto reads = [&](const Work& work) {
+    const auto *from = static_cast<const char*>(work.copy.from), *to = static_cast<const char*>(copy.to);
+    return from != nullptr && from < to + copy.bytes && to < from + work.copy.bytes;
+  };
+  return std::any_of(devices.begin(), devices.end(), [&](const Device& device) {
+    return std::any_of(device.streams.begin(), device.streams.end(), [&](const Stream& stream) {
+      return std::any_of(stream.queue.begin(), stream.queue.end(), reads);
+    });
+  });
+}
+
 void queue(Stream& stream, const Copy& copy) {
   Lock lock(mutex);
   const Fault fault = enter(lock, state.copies);
   TORCH_CHECK(fault.result != kRefused, "a copy was refused by the private device");
   unrecorded |= fault.result == kUnrecorded;
-  if (kind_of(copy.to) != kDevice) std::memset(copy.to, kUnwritten, copy.bytes);  // shows that no data have come yet
+  if (kind_of(copy.to) != kDevice && !is_to_be_read(copy)) {
+    std::memset(copy.to, kUnwritten, copy.bytes);  // shows that no data have come yet
+  }
   const Engine engine = kind_of(copy.to) != kDevice     ? kFromDevice
                         : kind_of(copy.from) != kDevice ? kToDevice
                                                         : kComputing;
