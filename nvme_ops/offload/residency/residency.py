@@ -75,11 +75,12 @@ class Residency:
                 elif all(
                     arrival is None or self.await_arrival(policy, entry, arrival, entry in begun)
                     for entry, arrival in zip(uses, arrivals, strict=True)
-                ) and (not change or all(self._note_change(policy, *pair) for pair in zip(uses, values, strict=True))):
+                ):
                     for entry in uses:
                         if (queued := entry.queued) is not None:
-                            queued.before(values[0].device)
-                    return values
+                            queued.before(values[0].device)  # first, or Ctrl-C could have what has not arrived written
+                    if not change or all(self._note_change(policy, *pair) for pair in zip(uses, values, strict=True)):
+                        return values
             except BaseException:
                 values.clear()  # the traceback would keep them alive
                 raise
