@@ -342,3 +342,9 @@ def test_a_cache_waits_for_memory_that_others_are_about_to_give_up(folder: Path)
         threading.Timer(0.3, held.clear).start()
         states = torch.zeros(2, 2, 200, 64)
         assert torch.equal(cache.update(states, states, 0)[0], states)
+
+
+def test_a_memory_larger_than_the_machine_names_the_fix() -> None:
+    with pytest.raises(MemoryError) as caught:
+        Memory("10000T").share(torch.device("cpu"))
+    assert "give less" in caught.value.__notes__[0]

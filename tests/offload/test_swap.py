@@ -413,9 +413,6 @@ def test_gradients_that_cannot_be_swapped_are_refused(folder: Path) -> None:
         swap_gradients(parameters, folder)
     with pytest.raises(MemoryError, match=r"16 KiB, .* does not fit a (memory|device)_budget"):
         swap_gradients(parameters, folder, memory_budget="8K", min_bytes=1)
-    with pytest.raises(MemoryError) as caught:
-        swap_gradients(parameters, folder, memory_budget="10000T", min_bytes=1)
-    assert "give less" in caught.value.__notes__[0]
     with swap_gradients(parameters, folder, min_bytes=1), pytest.raises(ValueError, match="swapped already"):
         swap_gradients(parameters, folder, min_bytes=1)
     words_of = torch.nn.Embedding(64, 64, sparse=True)
