@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -109,3 +110,8 @@ def note(error: BaseException, text: str) -> None:
     """Adds a note to an exception as ``add_note`` does, which Python 3.10 lacks."""
     if hasattr(error, "add_note"):
         error.add_note(text)
+
+
+def free_frames(error: BaseException) -> None:
+    """Clears the frames of a traceback, which would keep tensors alive as long as the exception."""
+    traceback.clear_frames(error.__traceback__)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nvme_ops.base.errors import free_frames
 from nvme_ops.base.native import native
 from nvme_ops.lazy import operators
 
@@ -345,7 +345,7 @@ def _run_in_memory(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             back = {id(values[key]): tensor for key, tensor in written.items()}
             return _returned(result, back, {memory.untyped_storage()._cdata for memory in values.values()})
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # torch's own have the values
+        free_frames(error)  # torch's own have the values
         if not isinstance(error, Exception):  # Ctrl-C: the operation may have changed them
             _count_changes(written.values())
         elif written and "not resizable" in str(error):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.errors import free_frames
 from nvme_ops.offload.optimizer.chunks import HALF, MASTER, Chunk, Slice, cloned, options_of
 from nvme_ops.offload.optimizer.states import States
-from nvme_ops.offload.residency.entry import free_frames
 
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 _memcmp: Any = ctypes.CDLL(None).memcmp

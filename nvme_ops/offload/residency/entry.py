@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
@@ -75,8 +74,3 @@ class Entry:
 def tensors_over(tensor: torch.Tensor) -> int:
     """Returns how many tensors and other holders share the storage of this tensor, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def free_frames(error: BaseException) -> None:
-    """Clears the frames of a traceback, which would keep tensors alive as long as the exception."""
-    traceback.clear_frames(error.__traceback__)

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from nvme_ops.base.errors import free_frames
 from nvme_ops.base.lifetime import Patience, forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
-from nvme_ops.offload.residency.entry import Entry, free_frames
+from nvme_ops.offload.residency.entry import Entry
 from nvme_ops.offload.residency.policy import E, Policy
 
 _log = logging.getLogger("nvme_ops")

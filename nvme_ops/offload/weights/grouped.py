@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as torch_module
 
+from nvme_ops.base.errors import free_frames
 from nvme_ops.offload.experts.experts import Experts
-from nvme_ops.offload.residency.entry import free_frames
 from nvme_ops.offload.weights.stored import StoredTensor, in_window_together, select
 
 _AT_ONCE = 16 << 20  # bytes of results that may wait for those of experts before them

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from nvme_ops.base.errors import FormatError
+from nvme_ops.base.errors import FormatError, free_frames
 from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.lazy import operators
@@ -25,7 +25,6 @@ from nvme_ops.lazy.offloaded import (
     offloaded_in,
     outline_of,
 )
-from nvme_ops.offload.residency.entry import free_frames
 from nvme_ops.offload.weights.window import Window, read_now
 from nvme_ops.storage.source import FileExtent, Source, WeightFile, concatenated, narrowed
 
