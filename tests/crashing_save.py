@@ -209,6 +209,23 @@ class Hooked(aio_handle):
         return future
 
 
+def at_second(act: Callable[[], object]) -> Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]]:
+    """As ``on_progress``: does something when the second piece of the source is about to be read."""
+
+    @contextlib.contextmanager
+    def on_progress(_: int) -> Iterator[Callable[[int], None]]:
+        calls = list[int]()
+
+        def advance(count: int) -> None:
+            calls.append(count)
+            if len(calls) == 2:
+                act()
+
+        yield advance
+
+    return on_progress
+
+
 def await_event(event: threading.Event) -> None:
     """Waits in short steps: a signal that comes just before a wait is handled after it."""
     assert any(event.wait(0.05) for _ in range(1200))

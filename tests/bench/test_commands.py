@@ -6,11 +6,13 @@ import itertools
 import json
 import re
 import shutil
+import struct
 import sys
 import tempfile
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import torch
 import nvme_ops.measure.run as run_module
 from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import GIB, KIB, MIB
-from nvme_ops.measure import bench, engines, files, stop
+from nvme_ops.measure import bench, engines, files, picture, stop
 from nvme_ops.measure.bench import Workplace
 from nvme_ops.measure.engines import BenchEngine, Task, tensor_row
 from nvme_ops.measure.rows import Row, Sample
@@ -190,3 +192,31 @@ def test_space_is_for_all_files_of_all_processes_and_folders(tmp_path: Path, mon
     for place in (["--folder", str(tmp_path), "--multi_process", "2"], mapping):  # on one file system
         with pytest.raises(files.NotUsable, match="144 MiB of free space are needed"):
             run_module.run(bench.parse([*place, *passes]))
+
+
+# Pictures of documents
+
+
+def document(unit: str, *names: str, tables: int = 1) -> dict[str, Any]:
+    spread = {"median": 2.5, "min": 2, "max": 3}
+    rows = [{"name": name, "spread": spread if name else None} for name in names]
+    return {"tables": [{"title": "a title", "unit": unit, "rows": rows}] * tables}
+
+
+def test_rows_with_a_throughput_are_bars_and_tables_are_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "a.png"
+    for nothing in (document("us", "late"), document("GB/s", "")):
+        assert not picture.plot(nothing, str(path))
+    assert not path.exists()
+    many = document("GB/s", *["a name of thirty-six characters, or so"] * 16, tables=10)
+    assert picture.plot(many, str(path))
+    width, height = struct.unpack(">II", path.read_bytes()[16:24])
+    assert (width <= 1000, height <= 2000) == (True, True)
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    assert picture.plot(document("GB/s", "torch", "nvme_ops, locked", "aio_handle", ""), str(tmp_path / "a.svg"))
+    theirs, ours, the_same = (bar.get_facecolor() for bar in drawn[0].axes[0].patches)
+    assert ours == the_same != theirs

@@ -1,8 +1,7 @@
-"""The page of results: sections that are measured, kept and shown; what must not get into it; the README's table."""
+"""The page of results: what is shown of each section, what must not get into it; the README's table."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -13,8 +12,7 @@ import pytest
 pytest.importorskip("tabulate")  # of the extra bench
 
 from benchmarks import anonymous, page
-from benchmarks.page import SECTIONS, Section
-from nvme_ops.measure import stop
+from benchmarks.page import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -60,51 +58,6 @@ def test_every_section_is_on_one_page_and_every_result_is_of_a_section() -> None
     assert {file.name for file in (DOCS / "benchmarks").glob("*.png")} == pictures
     sizes = {name: struct.unpack(">II", (DOCS / "benchmarks" / name).read_bytes()[16:24]) for name in pictures}
     assert {name: size for name, size in sizes.items() if size[0] > 1000 or size[1] > 2000} == {}
-
-
-DESCRIPTION = {"machine": {"cpu": "4 x Example", "memory": "8 GiB"}, "settings": {}, "places": {"DISK": {}}}
-PROGRAMS = {
-    "good": "file.write_text(json.dumps({'passes': [1], 'x': [1, -2.5], 'folders': {place: {}}}))",
-    "text": "print('looked at', place)",
-    "bad": "sys.exit('no space')",
-}
-
-
-def test_sections_are_measured_and_one_that_fails_keeps_what_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk, results, sections = tmp_path / "a disk", tmp_path / "benchmarks", {}
-    disk.mkdir()
-    results.mkdir()
-    for name, program in PROGRAMS.items():
-        head = "import json, sys, pathlib; place, file = sys.argv[1], pathlib.Path(sys.argv[-1])\n"
-        (tmp_path / f"{name}.py").write_text(head + program)
-        command = f"python {tmp_path}/{name}.py {{place}}{' {plot}' * (name != 'text')}"
-        sections[name] = Section(command, json=name != "text", pictured=name == "good")
-    (results / "bad.json").write_text(json.dumps({"date": "2001-02-03", "description": DESCRIPTION, "runs": []}))
-    before = (results / "bad.json").read_text()
-    (tmp_path / "page.md").write_text(
-        "".join(f"<!-- section {name} -->\nold\n<!-- /section {name} -->\n" for name in sections)
-    )
-    (tmp_path / "README.md").write_text("")
-    for owner, attribute, value in (
-        (stop, "leave_on_signals", lambda: None), (page, "describe", lambda _: DESCRIPTION), (page, "DOCS", tmp_path),
-        (page, "README", tmp_path / "README.md"), (page, "SECTIONS", sections), (page, "plot", lambda *_: True),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, attribute, value)
-    assert page.main(["--place", f"disk={disk}"]) == 1
-    text, good = (tmp_path / "page.md").read_text(), (results / "good.json").read_text()
-    (run,) = json.loads(good)["runs"]
-    assert (run["document"], run["plot"]) == ({"x": [1, -2.5], "folders": {"DISK": {}}}, "good_disk.png")
-    assert run["command"].endswith(" DISK --output good_disk.png")
-    assert '"x": [1, -2.5]' in good, "numbers are on one line"
-    for part in ("[good.json](benchmarks/good.json)", "](benchmarks/good_disk.png)", "```text\nlooked at DISK\n```"):
-        assert part in text
-    assert "old" not in text
-    assert str(disk) not in text + good
-    assert (results / "bad.json").read_text() == before
-    (results / "good.json").write_text("{")
-    assert page.main(["--render"]) == 2, "damaged results are an error of one line"
 
 
 def test_folders_and_what_names_a_machine_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

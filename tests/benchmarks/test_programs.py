@@ -1,4 +1,4 @@
-"""Every program of benchmarks/ runs at a tiny size and gives sane rows; what all are divided by is fio."""
+"""Every program of benchmarks/ runs at a tiny size and gives sane rows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ from benchmarks import (
     adaptive,
     checkpoint,
     command,
-    fio,
     gpu_io,
     inference,
     raw_io,
     training,
 )
-from nvme_ops.base.text import GIB, MIB
-from nvme_ops.measure import files
-from nvme_ops.measure.rows import Unavailable, interleave
+from nvme_ops.base.text import MIB
+from nvme_ops.measure.rows import Unavailable
 from nvme_ops.op_builder.trust import default_root
 from tests import prepared
 from tests.conftest import REPOSITORY, refusal, run_python
 from tests.device.kinds import on_a_gpu
-from tests.made_up import executable
 
 # Small runs: the arguments, what is made smaller, and the groups that must come with a figure in each row
 
@@ -92,24 +89,17 @@ _THERE = "on an accelerator"
 _DEVICES = [pytest.param("simulated", marks=pytest.mark.nightly), pytest.param("cuda:0", marks=on_a_gpu)]
 
 
-@pytest.mark.parametrize("device", _DEVICES)
-@pytest.mark.parametrize("name", [name for name in SMALL if name.endswith(_THERE)])
-def test_a_small_run_there(
-    name: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """All budgets, of the accelerator and the host, give the tokens, losses and gradients of its memory alone."""
-    monkeypatch.setitem(SMALL, name, (f"{SMALL[name][0]} --device {device}", SMALL[name][1]))
-    test_a_small_run(name, folder, monkeypatch, capfd)
-
-
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.nightly)
-     for name in SMALL if not name.endswith(_THERE)],
+    ("name", "device"),
+    [pytest.param(name, "", marks=[] if name in _QUICK else pytest.mark.nightly)
+     for name in SMALL if not name.endswith(_THERE)] +
+    [pytest.param(name, *device.values, marks=device.marks)
+     for name in SMALL if name.endswith(_THERE) for device in _DEVICES],
 )  # fmt: skip
 def test_a_small_run(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """All budgets, of an accelerator and the host, give the tokens, losses and gradients of its memory alone."""
     program = name.split()[0]
     if program == "inference":
         pytest.importorskip("transformers")
@@ -126,6 +116,7 @@ def test_a_small_run(
     words, groups = SMALL[name]
     file = folder / "found.json"
     flags = ["--rounds", "1", "--folder", str(folder), "--no-deepspeed", *words.split(), "--output", str(file)]
+    flags += ["--device", device] if device else []
     assert command.main([program, *flags]) == 0
     out = capfd.readouterr().out
     document = json.loads(file.read_text())
@@ -186,28 +177,6 @@ def test_what_is_refused(words: list[str], said: str) -> None:
     status, told = refusal(command.main, words)
     assert status == 2
     assert said in " ".join(told.split())
-
-
-def test_the_first_variant_of_fio_that_runs_is_kept_with_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = {"total_ios": 0, "runtime": 0, "io_bytes": 0}
-    job = {"error": 0, "read": {"total_ios": 256, "runtime": 500, "io_bytes": GIB}, "write": nothing, "usr_cpu": 2.0,
-           "sys_cpu": 8.0, "job_runtime": 500}  # fmt: skip
-    script = f'echo "$@" >> {tmp_path}/told\ncase "$*" in *mmaphuge*) echo no huge pages >&2; exit 1;; esac'
-    executable(tmp_path / "fio", f"{script}\necho '{json.dumps({'jobs': [job]})}'")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(fio, "COUNTER", str(tmp_path / "nr_hugepages"))
-    (tmp_path / "nr_hugepages").write_text("7\n")
-    files.make_file(str(tmp_path / "a:b"), MIB)
-    row = fio.row("fio", "read", lambda: str(tmp_path / "a:b"), MIB, lambda: None)
-    interleave([row], 1)
-    assert row.note == "without huge pages (vm.nr_hugepages)"
-    assert [sample and (sample.rate, round(sample.cpu_seconds or 0, 6)) for sample in row.samples] == [(2 * GIB, 0.05)]
-    told = (tmp_path / "told").read_text().splitlines()
-    assert f"--filename={tmp_path}/a\\:b" in told[0]  # a colon separates files
-    assert {"--rw=read", f"--bs={4 * MIB}", "--direct=1", "--readonly"} <= set(told[0].split())
-    assert (tmp_path / "nr_hugepages").read_text().split() == ["7"], "given back"
 
 
 def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:

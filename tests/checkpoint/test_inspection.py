@@ -13,8 +13,8 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from tests.checkpoint.torch_files import OBJECTS, Evil
 from tests.conftest import watched
 from tests.contract.faulty import flip
+from tests.crashing_save import at_second
 from tests.dcp.states import equal
 
 
@@ -306,23 +307,6 @@ def test_damaged_bytes_get_no_new_checksums(tmp_path: Path, name: str, capsys: p
 NEW = {f"weight{number}": torch.full((256, 256), float(number)) for number in range(6)}
 
 
-def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
-    """As ``on_progress``: does something when the second tensor is about to be read."""
-
-    @contextmanager
-    def on_progress(total: int) -> Iterator[Callable[[int], None]]:
-        calls = list[int]()
-
-        def advance(count: int) -> None:
-            calls.append(count)
-            if len(calls) == 2:
-                act()
-
-        yield advance
-
-    return on_progress
-
-
 # A source that does not stay as it is: an error, or what it was when it was opened
 
 
@@ -350,7 +334,7 @@ def test_a_source_that_is_changed(source: Path, act: Any, monkeypatch: pytest.Mo
     for _ in range(2):
         last = source if source.suffix else max(source.glob("*.safetensors"))  # is read last
         with pytest.raises(FormatError, match=re.escape(f"{last} was changed")):
-            convert(str(source), str(target), on_progress=once(functools.partial(act, last)))
+            convert(str(source), str(target), on_progress=at_second(functools.partial(act, last)))
         monkeypatch.undo()  # the second time all of it is on its way when it is changed
         nvme_ops.save(NEW, source, max_shard_size=None if source.suffix else "600KB")
     assert target.read_bytes() == b"old"
@@ -366,7 +350,7 @@ def test_a_source_that_is_replaced_or_recycled_is_what_was_opened(source: Path) 
         for _ in range(2):
             nvme_ops.save(other, source, recycle=recycle)
 
-    convert(str(source), str(source.parent / "target.safetensors"), on_progress=once(replace))
+    convert(str(source), str(source.parent / "target.safetensors"), on_progress=at_second(replace))
     assert equal(nvme_ops.load(source.parent / "target.safetensors"), NEW)
 
 
@@ -414,7 +398,7 @@ def test_refusals_speak_of_flags_and_say_what_a_file_is(tmp_path: Path, capsys: 
     for words, said in (
         (["convert", source, target], "; give --format\n"),
         (["convert", source, source + ".pt", "--max-shard-size", "1G"], ": --max-shard-size is for checkpoints in "),
-        (["info", str(other)], "model.gguf: is a GGUF file, as llama.cpp reads: transformers converts it "),
+        (["info", str(other)], "model.gguf: is a GGUF file, as llama.cpp reads: nvme_ops.offload.from_pretrained "),
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
@@ -441,7 +425,6 @@ def test_files_from_before_torch_1_6(name: str, tmp_path: Path, capsys: pytest.C
         os.truncate(old, size - length - 1)
         with pytest.raises(FormatError):
             contents(old)
-        torch.save(obj, old, _use_new_zipfile_serialization=False)
 
 
 def test_a_file_from_before_torch_1_6_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

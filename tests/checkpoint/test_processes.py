@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import functools
-import io
 import os
-import random
-import signal
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import nvme_ops
 from nvme_ops.checkpoint import contents
@@ -174,6 +166,14 @@ def test_clean_beside_a_save_of_shards(tmp_path: Path, monkeypatch: pytest.Monke
     assert number_in(tmp_path) == 3
 
 
+def test_clean_takes_a_file_that_a_save_has_not_locked_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = saver(tmp_path / "model.safetensors")
+    save(1)
+    once_before(monkeypatch, publication, "try_lock", lambda *_: main(["clean", str(tmp_path)]))
+    save(2)  # into another one
+    assert number_in(tmp_path / "model.safetensors") == 2
+
+
 def test_clean_removes_no_lock_that_somebody_has_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "model")
     killed_in(lambda: Lock(path))
@@ -213,119 +213,3 @@ def test_clean_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     assert main(["clean", str(tmp_path)]) == 0
     assert not stray.exists()
-
-
-# At random: saves, cleans, verifies, converts and loads, some of which are killed
-
-
-def command(*words: object) -> None:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        assert main([str(word) for word in words]) == 0, text.getvalue()
-
-
-class Program:
-    """Processes that use one checkpoint at once, a few at a time; each that is not killed must find it whole."""
-
-    def __init__(self, folder: Path, name: str, seed: int) -> None:
-        self.path, self.random = folder / name, random.Random(f"{seed} {name}")
-        self.number = self.rounds = 0
-        self.report = folder / "report"
-        self.values = {0}  # of saves of which each may be there
-        self._save(0, False)
-
-    def _save(self, number: int, recycle: bool) -> None:
-        options: dict[str, Any] = {"recycle": recycle} if self.path.suffix else {"max_shard_size": 4000}
-        nvme_ops.save(numbered(number), self.path, durable=recycle, **options)
-
-    def _verify(self) -> None:
-        command("verify", self.path)
-
-    def _clean(self) -> None:
-        command("clean", self.path if self.path.is_dir() else self.path.parent)
-
-    def _convert(self, number: int) -> None:
-        target = self.path.parent / f"converted {number}.safetensors"
-        convert(str(self.path), str(target))
-        number_in(target)
-        target.unlink()
-
-    def _open(self) -> None:
-        with safe_open(self.path) as file:
-            first, other = file.get_tensor("a"), file.get_tensor("b")
-        assert (other == first[0]).all()
-
-    def _step(self) -> tuple[Callable[[], object], int | None]:
-        """Returns what a process does, and the number that it saves."""
-        self.number += 1
-        steps: list[tuple[Callable[[], object], int | None]] = [
-            (functools.partial(self._save, self.number, self.random.random() < 0.5), self.number),
-            (functools.partial(self._save, self.number, self.random.random() < 0.5), self.number),
-            (self._verify, None), (self._clean, None), (lambda: number_in(self.path), None),
-            (functools.partial(self._convert, self.number), None),
-        ]  # fmt: skip
-        if self.path.suffix == ".safetensors":
-            steps.append((self._open, None))
-        return self.random.choice(steps)
-
-    def play(self) -> None:
-        """Starts two to four processes, kills some, and looks at what they leave."""
-        running: dict[int, int | None] = {}
-        for _ in range(self.random.randint(2, 4)):
-            step, number = self._step()
-            child = os.fork()
-            if child == 0:
-                self._in_child(step)
-            running[child] = number
-            time.sleep(self.random.random() * 0.004)
-        killed = [child for child in running if self.random.random() < 0.4]
-        for child in killed:
-            time.sleep(self.random.random() * 0.01)
-            os.kill(child, signal.SIGKILL)
-        ended = {child: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in running}
-        self.rounds += len(running)
-        assert set(ended.values()) <= {0, -signal.SIGKILL}, self.report.read_text()
-        saved = {number for number in running.values() if number is not None}
-        if any(ended[child] == 0 and number is not None for child, number in running.items()):
-            self.values = saved  # one of these was the last
-        else:
-            self.values |= saved
-        last = number_in(self.path)
-        assert last in self.values
-        self.values = {last}
-
-    def _in_child(self, step: Callable[[], object]) -> None:
-        try:
-            signal.alarm(60)
-            step()
-            os._exit(0)
-        except BaseException:
-            with open(self.report, "a") as report:
-                traceback.print_exc(file=report)
-        finally:
-            os._exit(1)
-
-    def finish(self) -> None:
-        """Requires that the next save and ``clean`` leave nothing else."""
-        self._save(self.number + 1, False)
-        self._clean()
-        folder = self.path if self.path.is_dir() else self.path.parent
-        left = sorted(name for name in os.listdir(folder) if name != "report" and not name.startswith("converted"))
-        assert len(left) == (3 if self.path.is_dir() else 1), left
-        command("clean", self.path.parent)  # a conversion may have been killed as it named its file
-        assert not any(name.startswith(".") for name in os.listdir(self.path.parent))
-
-
-@pytest.mark.parametrize("rounds", [60, pytest.param(1700, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])])
-@NAMES
-def test_processes_at_random(quick_folder: Path, name: str, rounds: int) -> None:
-    seed = 1 if rounds == 60 else random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
-    torch.set_num_threads(1)
-    (quick_folder / "of one").mkdir()
-    program = Program(quick_folder / "of one", name, seed)
-    program._convert(0)  # what commands import when they run, processes would import anew
-    program._verify()
-    while program.rounds < rounds:
-        program.play()
-    program.finish()

@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import itertools
 import os
-import random
 import resource
 import signal
 import socket
 import sys
 import textwrap
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -425,55 +422,3 @@ def test_a_share_is_charged(what: str) -> None:
     assert process.tier.allocate_for(TWO, 1, share) is None
     del memory
     assert share.bytes_in_use == 0
-
-
-def use_at_random(what: str, seed: int, folder: Path) -> None:
-    """Keeps pieces of few keys in less memory than they need, fills what is absent, and compares what is complete."""
-    rng, process = random.Random(seed), Process(what, 5 * MIB)
-    held: list[tuple[int, torch.Tensor]] = []
-    while True:
-        number = rng.randrange(12)
-        while len(held) > 3:
-            held.pop(rng.randrange(len(held)))
-        memory = process.tier.allocate_for(key_of(number), MIB + 64 * KIB * (number % 3), process.share)
-        if memory is None:
-            held.clear()
-            continue
-        words, piece = memory.view(torch.int64), process.piece(memory)
-        while not process.memory.is_complete(piece):
-            if process.memory.begin_to_fill(piece):
-                for part in words.chunk(4):
-                    part.fill_(number + 1)
-                process.memory.end_to_fill(piece, complete=rng.random() < 0.9)
-        held.append((number, memory))
-        for which, there in held:
-            if not bool((there.view(torch.int64) == which + 1).all()):
-                (folder / f"wrong{seed}").write_text(f"{which}: {there.view(torch.int64).unique()}")
-        (folder / f"done{seed}").touch()
-
-
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.nightly)])
-def test_processes_are_killed_again_and_again(what: str, tmp_path: Path, seconds: int) -> None:
-    rng, end, seeds = random.Random(0), time.monotonic() + seconds, itertools.count()
-    children: list[int] = []
-    while time.monotonic() < end:
-        while len(children) < 3:
-            seed, child = next(seeds), os.fork()
-            if child == 0:
-                try:
-                    use_at_random(what, seed, tmp_path)
-                except BaseException:
-                    (tmp_path / f"wrong{seed}").write_text(traceback.format_exc())
-                os._exit(1)
-            children.append(child)
-        time.sleep(rng.random() * 0.1)
-        victim = children.pop(rng.randrange(3))
-        os.kill(victim, signal.SIGKILL)
-        assert os.waitpid(victim, 0)[1] == signal.SIGKILL
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert [path.read_text() for path in tmp_path.glob("wrong*")] == []
-    assert list(tmp_path.glob("done*"))
-    last = opened(what)
-    assert os.fstat(last._fd).st_blocks * 512 < MIB, "it was empty: with the last process all was freed"

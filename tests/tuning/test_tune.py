@@ -1,4 +1,4 @@
-"""``nvme-tune``: what it finds on devices that are made up, and small runs on the device itself."""
+"""``nvme-tune``, what it keeps about a device (``faults/promises.py`` kills its writers), and handles that use it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import json
 import os
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,13 +23,14 @@ from nvme_ops import aio_handle
 from nvme_ops.base import progress
 from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import MIB
+from nvme_ops.filesystem.device import Identity, identify
 from nvme_ops.io import gds
+from nvme_ops.io.tuning import store
 from nvme_ops.measure import stop, tune
 from nvme_ops.measure.engines import Contender, Task
 from nvme_ops.measure.rows import Row, Sample
-from nvme_ops.op_builder.trust import default_root
 from tests import prepared
-from tests.conftest import refusal, round_trip
+from tests.conftest import in_child, refusal, round_trip
 
 DEFAULT = Settings()
 FAST = replace(DEFAULT, queue_depth=32)
@@ -46,8 +48,6 @@ def fail(error: BaseException = FAILURE) -> NoReturn:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own; its parent holds the cache and the result."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(default_root().parent))  # else the op would be compiled anew
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
@@ -84,8 +84,7 @@ def document(place: Path) -> Any:
     return json.loads((place.parent / "log" / "tune.json").read_text())
 
 
-def stored(place: Path) -> Settings:
-    handle = aio_handle.tuned(place)
+def settings_of(handle: aio_handle) -> Settings:
     return Settings(**{name: getattr(handle, f"get_{name}")() for name in DEFAULT.as_json()})
 
 
@@ -105,7 +104,7 @@ DEVICES: dict[str, tuple[Device, Settings]] = {  # the sweep has the passes 1 to
 def test_the_default_stays_unless_another_is_surely_faster(run: Run, place: Path, name: str) -> None:
     device, best = DEVICES[name]
     run(device)
-    assert stored(place) == best
+    assert settings_of(aio_handle.tuned(place)) == best
     assert document(place)["aio"] == document(place)["devices"][0]["aio"] == best.as_json()
 
 
@@ -206,8 +205,104 @@ def test_handles_and_deepspeed_take_what_a_run_on_the_device_finds(place: Path, 
     assert (device["identity"]["way"], bool(device["identity"]["gpu"])) == (flag[2:] or "cpu", bool(flag))
     assert [(table["group"], len(table["rows"])) for table in device["tables"][:2]] == [("write", 3), ("read", 3)]
     assert min(rate for table in device["tables"] for row in table["rows"] for rate in row["values"]) > 0
-    assert flag or stored(place).as_json() == printed["aio"]
+    assert flag or settings_of(aio_handle.tuned(place)).as_json() == printed["aio"]
     round_trip(aio_handle(**printed["aio"]), place / "file", 100_000)
     if importlib.util.find_spec("deepspeed"):
         taken = importlib.import_module("deepspeed.runtime.swap_tensor.aio_config").get_aio_config(printed)
         assert {name: taken[name] for name in printed["aio"]} == printed["aio"]
+
+
+# What is kept
+
+
+DEVICE = Identity(("nvme made up",), "ext4", "1234", "6.1", 8, "cpu", "io_uring")
+FOUND = Settings(block_size=256 << 10, queue_depth=16, overlap_events=True, intra_op_parallelism=2)
+
+
+def loaded(device: Identity = DEVICE) -> Settings | None:
+    kept = store.load(device)
+    return None if kept is None else store.settings_of(kept)
+
+
+def test_what_is_kept_is_loaded_and_a_later_result_replaces_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded() is None
+    path = store.keep(DEVICE, FOUND, {"ratio": 1.2})
+    assert loaded() == FOUND
+    document = json.loads(path.read_text())
+    assert document["tuned"] == {"aio": FOUND.as_json(), "ratio": 1.2}
+    assert (document["format"], document["identity"]["file_system_id"]) == (store.FORMAT, "1234")
+    store.keep(DEVICE, Settings(), {})
+    assert loaded() == Settings()
+    assert list(cache.iterdir()) == [path]
+    for other in (replace(DEVICE, way="gpu"), replace(DEVICE, kernel="6.2"), replace(DEVICE, file_system_id="5")):
+        assert loaded(other) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert loaded() is None, "a pipe is not waited for"
+    with pytest.raises(OSError, match="is not a regular file"):
+        store.keep(DEVICE, FOUND, {})
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert store.folder() == Path.home() / ".cache" / "nvme_ops" / "tune"
+    monkeypatch.setenv("HOME", "relative")
+    assert loaded() is None
+    with pytest.raises(RuntimeError, match="HOME='relative' is not an absolute path"):
+        store.keep(DEVICE, FOUND, {})
+
+
+def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning() -> None:
+    wrong: list[Any] = [[], {}, {"format": 1, "tuned": {}}, {"format": 2, "tuned": {"aio": []}}]
+    wrong += [{"format": 2, "tuned": {"aio": {**FOUND.as_json(), name: 0}}} for name in ("block_size", "single_submit")]
+    for text in (b"{", b"[" * 200_000, b"\xff\xfe\x00", *(json.dumps(document).encode() for document in wrong)):
+        path = store.keep(DEVICE, FOUND, {})  # in its place
+        path.write_bytes(text)
+        with pytest.warns(RuntimeWarning) as caught:
+            assert loaded() is None
+        assert f"{path} is ignored: " in str(caught[0].message)
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_what_others_can_write_to_is_neither_read_nor_written(cache: Path, place: str) -> None:
+    """Itself it opens nothing to others."""
+
+    def with_any_umask() -> None:
+        os.umask(0)
+        store.keep(DEVICE, FOUND, {})
+        assert loaded() == FOUND
+
+    in_child(with_any_umask)
+    path = store.path_of(DEVICE) if place == "file" else cache
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=rf"is ignored: others could change it: {path} can be written by"):
+        assert loaded() is None
+    if place == "file":  # it is replaced
+        store.keep(DEVICE, FOUND, {})
+        assert loaded() == FOUND
+    else:
+        with pytest.raises(PermissionError, match=rf"others could change .*chmod go-w '{path}'"):
+            store.keep(DEVICE, FOUND, {})
+
+
+def test_stored_settings_are_used_else_the_defaults_and_arguments_stay(tmp_path: Path) -> None:
+    def keep(settings: Settings, way: str = "cpu", backend: str = "") -> None:
+        store.keep(identify(tmp_path, way, backend or aio_handle().backend), settings, {})
+
+    assert repr(aio_handle.tuned(tmp_path)) == repr(aio_handle())
+    keep(Settings(queue_depth=3), way="gpu")
+    assert repr(aio_handle.tuned(tmp_path)) == repr(aio_handle())
+    assert aio_handle.tuned(tmp_path, way="gpu").get_queue_depth() == 3
+    keep(FOUND)
+    handle = aio_handle.tuned(tmp_path / "not there yet")
+    assert settings_of(handle) == FOUND
+    assert handle.get_alignment() == 2 * 512
+    assert repr(pickle.loads(pickle.dumps(handle))) == repr(handle)
+    round_trip(handle, tmp_path / "file")
+    handle = aio_handle.tuned(tmp_path, queue_depth=7, overlap_events=False)
+    assert settings_of(handle) == replace(FOUND, queue_depth=7, overlap_events=False)
+    assert aio_handle.tuned(tmp_path, num_threads=3).get_intra_op_parallelism() == 3
+    assert aio_handle.tuned(tmp_path, intra_op_parallelism=None).get_intra_op_parallelism() == 2
+    keep(Settings(queue_depth=8), backend="threads")
+    handle = aio_handle.tuned(tmp_path, backend="threads")
+    assert handle.get_queue_depth() == 8
+    assert "intra_op_parallelism=None" in repr(handle)  # one lane that was found is automatic
+    assert "intra_op_parallelism=1" in repr(aio_handle.tuned(tmp_path, backend="threads", intra_op_parallelism=1))
