@@ -23,12 +23,12 @@ PACKAGE = Path(__file__).parent.parent
 CSRC = PACKAGE / "csrc"
 
 #: Includes point from right to left only.
-LAYERS = ("base", "backends", "engine", "binding")
+LAYERS = ("base", "packed", "backends", "engine", "binding")
 
 #: Groups of layers that are compiled as one file each. Most of the time goes into headers that the files of a group
 #: share, so this takes a third of it; the groups are compiled side by side. Files of a group must not define the same
 #: name twice, not even in unnamed namespaces (they are then compiled one by one, and a test fails).
-UNITED = (("base", "backends", "engine"), ("binding",))
+UNITED = (("base", "backends", "engine"), ("packed",), ("binding",))
 
 #: The oldest torch whose headers the ops compile with.
 LEAST_TORCH = "2.4"

@@ -27,6 +27,11 @@ void add_pending_type(PyObject* module);
 // Removes `operation` from `pending`, even while a Python error is set.
 void remove_pending(PyObject* pending, PyObject* operation);
 
+PyObject* expand(PyObject*, PyObject* arguments);
+PyObject* multiply(PyObject*, PyObject* arguments);
+PyObject* quantize_states(PyObject*, PyObject* arguments);
+PyObject* expand_states(PyObject*, PyObject* arguments);
+PyObject* round_states(PyObject*, PyObject* arguments);
 PyObject* allocate_from_pool(PyObject*, PyObject* begin);
 
 // Many tensors in one call, for checkpoints of thousands of small ones.

@@ -13,8 +13,8 @@ _BEGINNINGS = {
     b"PK\x03\x04": "is a zip archive, as torch.save writes: give it a name that ends in .pt",
     b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "was written by torch.save: give it a name that ends in .pt",
     b"\x89HDF\r\n\x1a\n": "is an HDF5 file, as Keras and h5py write",
-    b"GGUF": "is a GGUF file, as llama.cpp reads: transformers converts it (from_pretrained(folder, gguf_file=name), "
-    "then save_pretrained)",
+    b"GGUF": "is a GGUF file, as llama.cpp reads: nvme_ops.offload.from_pretrained streams it, and transformers "
+    "converts it (from_pretrained(folder, gguf_file=name), then save_pretrained)",
     b"\x1f\x8b": "is compressed by gzip",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd",
     b"<": "is a web page, perhaps of a download that failed",

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from nvme_ops.base.native import native
+
 KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-_MAX = 127  # the values are within -127 and 127
-_E2M1 = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-_MX = 32  # numbers of a scale
-_E4M3 = 2.0**8  # what bits of float8_e4m3fn stand for, over what they do in float16, whose exponents begin lower
-_E4M3_NAN, _E4M3_COPY = 0x7F << 7, 1 << 14  # magnitude of NaN; a second copy of the sign
+MAX = 127  #: values of 8 bits are within -127 and 127
 _E8M0 = 127  # the exponent that stands for 1
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32, on the CPU
 _CHUNK_ELSEWHERE = 1 << 24
+_SHORT = (torch.bfloat16, torch.float16)  # of inputs whose products have room for the sums' last bits
+FEW = 4  #: inputs for which a product takes less time than expanding a matrix
+#: What native code expands to, and calls these dtypes.
+NATIVE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 #: What belongs to a weight, by how its name ends after that of the weight: scales in compressed-tensors and static FP8,
 #: and in FP8 in blocks as in DeepSeek-V3, whose "inverse" scale is the one to multiply by; zero points in
@@ -29,23 +32,10 @@ OF_ACTIVATIONS = (
 )  # fmt: skip
 
 
-def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a tensor as int8, and the scale of each row: its largest absolute value over 127, in float32.
-
-    Each value is off by at most half the scale of its row. Raises ValueError for values that are not finite.
-    """
-    largest = tensor.detach().abs().amax(dim=-1, keepdim=True).float()
-    if not bool(largest.isfinite().all()):
-        raise ValueError("a weight that is not finite cannot be quantized")
-    scale = (largest / _MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    values = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device)
-    for part in _parts(tensor):
-        values[part] = (tensor[part].detach().float() / scale[part]).round_().to(torch.int8)
-    return values, scale
-
-
 class WeightFormat(ABC):
     """Computes the values of a tensor from what is stored of it."""
+
+    by_row = False  #: whether each row is made of the same row of what is stored, whatever the others are
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the values, given that of what is stored: the same, unless a format says otherwise."""
@@ -55,6 +45,27 @@ class WeightFormat(ABC):
         """Returns the format of an index of the first of three dimensions: the same, unless a format says otherwise."""
         del index
         return self
+
+    def product(self, stored: torch.Tensor, inputs: torch.Tensor, transposed: bool) -> torch.Tensor | None:
+        """Returns ``inputs @ values.T``, made of what is stored of a matrix without its values in memory.
+
+        Sums are made in float32, in another order than torch makes them.
+
+        Args:
+            stored: of the matrix.
+            inputs: of two dimensions.
+            transposed: ``inputs @ values`` is wanted.
+
+        Returns:
+            None where expanding it takes less time or memory of its own, or the sums would be less exact.
+        """
+        del stored, inputs, transposed
+        return None
+
+    def of_rows(self, count: int) -> WeightFormat | None:
+        """Returns the format of so many rows of a matrix; None if what is stored of a row does not lie together."""
+        del count
+        return None
 
     @abstractmethod
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
@@ -105,6 +116,38 @@ class Rearranged(WeightFormat):
         out.view(self._size).copy_(stored.as_strided(self._size, self._stride))
 
 
+class Processed(WeightFormat):
+    """Stored in another format: its values, in float32 on the CPU, are changed by a function of numpy arrays.
+
+    Args:
+        stored_as: the other format.
+        stored: shape of its values.
+        shape: of those that the function makes.
+        function: changes them.
+    """
+
+    def __init__(
+        self,
+        stored_as: WeightFormat,
+        stored: Sequence[int],
+        shape: Sequence[int],
+        function: Callable[[Any], Any],
+    ) -> None:
+        self._stored_as, self._stored, self._shape, self._function = stored_as, tuple(stored), tuple(shape), function
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the values."""
+        del stored
+        return self._shape
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
+        values = torch.empty(math.prod(self._stored), dtype=torch.float32, device="cpu")
+        self._stored_as.expand(stored.cpu(), values.view(-1, self._stored[-1]))
+        made = self._function(values.view(self._stored).numpy())
+        out.copy_(torch.from_numpy(made.reshape(self._shape).copy()))
+
+
 class Scaled(WeightFormat):
     """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32.
 
@@ -147,15 +190,68 @@ class Scaled(WeightFormat):
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
+        if (matrix := self._matrix(stored)) is not None and out.is_contiguous() and out.dtype in NATIVE:
+            native().expand(matrix, stored, 0, out, NATIVE[out.dtype], False, torch.get_num_threads())
+            return
         scale = _wide(self.scale, stored)
         zero = None if self.zero is None else _wide(self.zero, stored)
         rows = stored.shape[0] // scale.shape[0]
-        for part in _parts(stored):
+        for part in parts_of(stored):
             of_part = torch.arange(part.start, part.stop, device=scale.device) // rows
-            values = _floats(stored[part])
+            values = stored[part].float()
             if zero is not None:
                 values -= zero[of_part]
             out[part] = values.mul_(scale[of_part])
+
+    def product(self, stored: torch.Tensor, inputs: torch.Tensor, transposed: bool) -> torch.Tensor | None:
+        """Returns the product of a matrix and a few inputs; see ``WeightFormat``."""
+        matrix = None if transposed or stored.dim() != 2 else self._matrix(stored)
+        return None if matrix is None else multiplied([matrix], stored, len(stored), inputs)
+
+    def _matrix(self, stored: torch.Tensor) -> tuple[Any, ...] | None:
+        """Returns how native code finds the values of a matrix, or of several of one size; None if it cannot."""
+        *matrices, rows, columns = stored.shape if stored.dim() in (2, 3) else (0, 0)
+        *of_matrices, of_rows, groups = self.scale.shape
+        one = [1] * len(matrices)
+        if (
+            stored.device.type != "cpu"
+            or not stored.numel()
+            or of_matrices not in (matrices, one if of_rows == 1 else matrices)
+        ):
+            return None
+        count = math.prod(matrices)
+        rows_of_scale = rows // of_rows if of_matrices == matrices else count * rows
+        sizes = (count * rows, columns, columns // groups, rows_of_scale)
+        numbers = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}[stored.dtype]
+        return numbers, "float32", *sizes, 1.0, None, self.scale, self.zero, 0, 0, None, False
+
+
+def are_few(inputs: torch.Tensor) -> bool:
+    """Returns whether inputs are of 16 bits, in CPU memory, and so few that products with them are worth while."""
+    return inputs.device.type == "cpu" and inputs.dtype in _SHORT and 0 < inputs.shape[0] <= FEW
+
+
+def multiplied(
+    matrices: Sequence[tuple[Any, ...]],
+    stored: torch.Tensor,
+    width: int,
+    inputs: torch.Tensor,
+    by_columns: bool = False,
+) -> torch.Tensor | None:
+    """Returns the products of a few inputs of 16 bits and stored matrices in CPU memory, side by side; else None.
+
+    Args:
+        matrices: what native code needs to know of them.
+        stored: what is stored of all.
+        width: sums for each input: rows of the matrices, or columns.
+        inputs: have a value for each column, or row, and are at most ``FEW``.
+        by_columns: whether the matrices are transposed, which those with numbers in words can be.
+    """
+    if not are_few(inputs):
+        return None
+    out = torch.empty(len(inputs), width, dtype=inputs.dtype, device="cpu")
+    done = native().multiply(matrices, stored, inputs, out, NATIVE[inputs.dtype], torch.get_num_threads(), by_columns)
+    return out if done else None  # if rows belong to groups in any order, none is made
 
 
 def _wide(factor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -167,49 +263,17 @@ def _wide(factor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return factor
 
 
-class Mxfp4(WeightFormat):
-    """Stored as MXFP4: numbers of 4 bits (E2M1), each 32 of a row with a scale (E8M0), as in the files of gpt-oss.
-
-    Stored of a matrix are, as uint8, all numbers, two in a byte, the first in its lower half; then all scales. The
-    values are those of the transposed matrix, by which transformers multiplies. (OCP Microscaling Formats 1.0.)
-
-    Args:
-        rows: of the stored matrix.
-        columns: of it; a multiple of 32.
-    """
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self._rows, self._columns = rows, columns
-
-    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the transposed matrices."""
-        return (*stored[:-1], self._columns, self._rows)
-
-    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Fills ``out`` with the values."""
-        groups = self._columns // _MX
-        # in float16 a number times its scale may be finite where the scale is not
-        dtype, as_one = (out.dtype, torch.int32) if out.dtype == torch.bfloat16 else (torch.float32, torch.int64)
-        numbers = torch.tensor(_E2M1, dtype=dtype, device=out.device) * 2  # of halved scales: 2**128 is no float
-        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], 1)  # by the byte that holds them
-        pairs = pairs.view(as_one).flatten()
-        for matrix, values in zip(
-            stored.reshape(-1, stored.shape[-1]), out.view(-1, self._columns, self._rows), strict=True
-        ):
-            bytes_, scales = matrix.split([self._rows * self._columns // 2, self._rows * groups])
-            bytes_, scales = bytes_.view(self._rows, -1), scales.view(self._rows, groups, 1)
-            for rows in _parts(bytes_):
-                made = pairs[bytes_[rows].int()].view(dtype).view(-1, groups, _MX)
-                made *= torch.exp2(scales[rows].float() - (_E8M0 + 1)).to(dtype)
-                values[:, rows] = made.view(-1, self._columns).T
-
-
 def part_of(name: str) -> tuple[str, str]:
     """Returns of which weight a tensor of this name may be a part, and which: its scale, zero or layout; else ""."""
     module, _, last = name.rpartition(".")
-    if last == "SCB":  # bitsandbytes' LLM.int8()
+    if last in ("SCB", "scale"):  # bitsandbytes' LLM.int8(), and DeepSeek-V4
         return f"{module}.weight", "scale"
     return next(((name.removesuffix(end), part) for end, part in _PARTS.items() if name.endswith(end)), ("", ""))
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Returns what exponents in E8M0 stand for, in float32."""
+    return torch.exp2(exponents.float() - _E8M0).masked_fill_(exponents == 255, torch.nan)
 
 
 def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Sequence[int] = ()) -> torch.Tensor:
@@ -221,16 +285,15 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
             short. As uint8 it holds exponents (E8M0: 127 stands for 1, 255 for NaN).
         shape: of the weight.
         blocks: sizes of the blocks, in the last dimensions, that the configuration names. Those of which the scale has
-            another number are inferred: blocks of the size of a power of two, else all of one size.
+            another number are inferred: blocks of the size of a power of two, else all of one size; groups of a row
+            are of one size if they can be.
 
     Raises:
         ValueError: there are no such blocks.
     """
-    scale = stored.float()
-    if stored.dtype == torch.uint8:
-        scale = torch.exp2(scale - _E8M0).masked_fill_(stored == 255, torch.nan)
+    scale = powers_of_two(stored) if stored.dtype == torch.uint8 else stored.float()
     if name.endswith("SCB"):
-        scale = scale / _MAX
+        scale = scale / MAX
     wrong = ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
     if not shape or not scale.numel():
         raise wrong
@@ -241,9 +304,11 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     if scale.dim() != len(shape):
         raise wrong
     named = dict(zip(range(len(shape) - 1, -1, -1), reversed(blocks), strict=False))
+    are_groups = scale.shape[:-1] == tuple(shape[:-1])  # of a row, all of one size
     for dim, size in enumerate(shape):
         if (count := scale.shape[dim]) > 1:
-            likely = [named.get(dim, 0), *(1 << power for power in range(16)), size // count]
+            even = size // count if are_groups and size % count == 0 else 0
+            likely = [named.get(dim, 0), even, *(1 << power for power in range(16)), size // count]
             block = next((length for length in likely if length and -(-size // length) == count), 0)
             if block == 0:
                 raise wrong
@@ -252,27 +317,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     return scale
 
 
-def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``values`` times ``scale``, as ``Scaled`` does, in new memory."""
-    made = torch.empty(values.shape, dtype=dtype, device=values.device)
-    Scaled(scale).expand(values, made)
-    return made
-
-
-def _floats(stored: torch.Tensor) -> torch.Tensor:
-    """Returns values of 8 bits in float32; float8 by way of float16, as torch converts them one by one on the CPU."""
-    if stored.device.type != "cpu" or not stored.is_floating_point():
-        return stored.float()
-    bits = stored.view(torch.int8).to(torch.int16)
-    if stored.dtype == torch.float8_e5m2:  # the upper half of a float16
-        return bits.bitwise_left_shift_(8).view(torch.float16).float()
-    bits.bitwise_left_shift_(7).bitwise_and_(~_E4M3_COPY)
-    if bits.bitwise_and(_E4M3_NAN).max() == _E4M3_NAN:  # which is no NaN as a float16
-        return stored.float()
-    return bits.view(torch.float16).float().mul_(_E4M3)
-
-
-def _parts(tensor: torch.Tensor) -> list[slice]:
+def parts_of(tensor: torch.Tensor) -> list[slice]:
     """Returns slices of the first dimension with elements to be multiplied at once."""
     rows, most = tensor.shape[0], _CHUNK if tensor.device.type == "cpu" else _CHUNK_ELSEWHERE
     step = max(1, most * rows // max(1, tensor.numel()))

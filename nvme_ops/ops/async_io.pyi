@@ -139,6 +139,43 @@ def backends() -> dict[str, str | None]: ...
 def checksums(kind: str, buffers: Sequence[object] | torch.Tensor, /) -> list[int]: ...
 def joined_checksum(kind: str, first: int, second: int, bytes: int, /) -> int: ...
 def cached_pages(fd: int, offset: int, bytes: int, /) -> int | None: ...
+def expand(
+    packed: tuple[object, ...],
+    stored: torch.Tensor,
+    begin: int,
+    out: torch.Tensor,
+    dtype: str,
+    transposed: bool,
+    threads: int,
+    /,
+) -> None: ...
+def multiply(
+    packed: Sequence[tuple[object, ...]],
+    stored: torch.Tensor,
+    inputs: torch.Tensor,
+    out: torch.Tensor,
+    dtype: str,
+    threads: int,
+    by_columns: bool,
+    /,
+) -> bool: ...
+def quantize_states(
+    map: tuple[torch.Tensor, ...],
+    values: torch.Tensor,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    threads: int,
+    /,
+) -> None: ...
+def expand_states(
+    map: tuple[torch.Tensor, ...],
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    threads: int,
+    /,
+) -> None: ...
+def round_states(values: torch.Tensor, key: int, first: int, out: torch.Tensor, threads: int, /) -> None: ...
 def populate(buffer: object, start: int, stop: int, /) -> None: ...
 def overlapping(tensors: Sequence[torch.Tensor], /) -> tuple[int, int] | None: ...
 def deny_memory(tensor: torch.Tensor, message: str, /) -> None: ...
