@@ -17,7 +17,7 @@ from nvme_ops.data.columns import Columns, Sample
 Reader: TypeAlias = Callable[[torch.Tensor], Sample]
 
 
-class Format(NamedTuple):
+class StoreFormat(NamedTuple):
     """How to recognize a format by its path, make or find its index (with checksums or without), and read records."""
 
     matches: Callable[[str], bool]
@@ -34,9 +34,11 @@ def _own_index(path: str, checksums: bool) -> own.SampleIndex:
 
 
 FORMATS = {
-    "native": Format(_has_index, _own_index, lambda index: Columns.from_json(index.columns).unpacked),
-    "mds": Format(mds.matches, lambda path, _: mds.index_of(path), lambda index: mds.Shards(index).sample),
-    "webdataset": Format(webdataset.matches, lambda path, _: webdataset.index_of(path), lambda _: webdataset.sample),
+    "native": StoreFormat(_has_index, _own_index, lambda index: Columns.from_json(index.columns).unpacked),
+    "mds": StoreFormat(mds.matches, lambda path, _: mds.index_of(path), lambda index: mds.Shards(index).sample),
+    "webdataset": StoreFormat(
+        webdataset.matches, lambda path, _: webdataset.index_of(path), lambda _: webdataset.sample
+    ),
 }
 
 

@@ -28,7 +28,8 @@ from nvme_ops.io.arguments import require_switches
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
 from nvme_ops.offload.budgets import budgets_of, where_it_computes
 from nvme_ops.offload.memory import Memory
-from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
+from nvme_ops.offload.optimizer.chunks import require_elementwise
+from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer
 from nvme_ops.storage.session import Session
 
 Path = str | os.PathLike[str]

@@ -130,12 +130,13 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 def cut(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Yields parts of at most ``size`` bytes, of about equal size, in row-major order; none for an empty tensor."""
-    if tensor.nbytes == 0:
+    nbytes = tensor.nbytes_moved if isinstance(tensor, OffloadedTensor) else tensor.nbytes
+    if nbytes == 0:
         return
-    if tensor.nbytes <= size:
+    if nbytes <= size:
         yield tensor
         return
-    row = tensor.nbytes // tensor.shape[0]
+    row = nbytes // tensor.shape[0]
     if row > size:
         for part in tensor.unbind(0):
             yield from cut(part, size)

@@ -154,6 +154,11 @@ class OffloadedTensor(torch.Tensor):
         """A key shared by all tensors that are the same view of the same stored values."""
         return self.stored_at, tuple((step.function, repr(step[1:])) for step in self._steps)
 
+    @property
+    def nbytes_moved(self) -> int:
+        """Bytes in memory while it is copied; writers divide it by this."""
+        return self.nbytes
+
     # Copies
 
     def to_memory(self) -> torch.Tensor:

@@ -24,11 +24,13 @@ class Budgets(NamedTuple):
         own: bytes where it computes, or what it shares with others.
         given: host memory beside that of an accelerator, as its caller says; 0 where it computes on the CPU.
         shared: is that memory, if others use it, too.
+        name: of the argument that says what there is where it computes.
     """
 
     own: int | Memory
     given: Size = 0
     shared: PooledTier | None = None
+    name: str = "device_budget"
 
     @property
     def nbytes(self) -> int:
@@ -83,20 +85,20 @@ def budgets_of(
         name, given = ("memory_budget", memory_budget) if host_budget is None else ("host_budget", host_budget)
         if given == _AUTO:
             given = less_an_eighth(free_memory())
-        return Budgets(budget_of(given, memory, default, least, name))
+        return Budgets(budget_of(given, memory, default, least, name), name=name)
     if device_budget is not None and memory_budget is not None:
         raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")
-    name, given = ("memory_budget", memory_budget) if device_budget is None else ("device_budget", device_budget)
+    name, given = ("memory_budget", memory_budget) if memory_budget is not None else ("device_budget", device_budget)
     if memory is None and (given == _AUTO or (given is None and default is None)):
         given = _free_on(device)
     own = budget_of(given, memory, default, least, name)
     if isinstance(own, Memory) and own.host is not None:
         if host_budget is not None:
             raise TypeError("memory= has host memory already: give host_budget= or Memory(host=)")
-        return Budgets(own, shared=own.host)
+        return Budgets(own, shared=own.host, name=name)
     if host_budget not in (None, _AUTO):
         host_budget = bytes_of("host_budget", host_budget, least=0)
-    return Budgets(own, host_budget)
+    return Budgets(own, host_budget, name=name)
 
 
 def where_it_computes() -> torch.device:

@@ -12,7 +12,7 @@ from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.limits import host_bytes
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
-from nvme_ops.memory.pool import AwaitedPool
+from nvme_ops.memory.pool import AwaitedPool, Lease, charge_of
 from nvme_ops.memory.tier import PooledTier, Share, Tier, in_pages, tier_on
 from nvme_ops.offload.residency.entry import Entry
 from nvme_ops.offload.residency.placement import room_beside_buffers
@@ -38,6 +38,21 @@ class _Outside(Policy[Entry]):
     def out_of_memory(self, entry: Entry) -> MemoryError:
         """Returns the error to raise when others use all memory."""
         return MemoryError(f"others use all memory: {size_words(entry.nbytes)} in one piece are needed")
+
+
+class HostBuffers(AwaitedPool):
+    """Leases buffers of host memory to optimizers. One that need not wait for more of them leaves one to each other."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: the optimizers' states
+
+    def lease(self, nbytes: int | str, timeout: float | None = None) -> Lease:
+        """Leases ``nbytes`` bytes; see ``Pool``."""
+        nbytes = bytes_of("nbytes", nbytes)
+        if timeout == 0 and self.bytes_in_use + len(self.users) * charge_of(nbytes) > self.budget:
+            raise TimeoutError("what is free is left to others")  # one may wait for gradients of this one's step
+        return super().lease(nbytes, timeout)
 
 
 class Memory(Usable):
@@ -83,7 +98,7 @@ class Memory(Usable):
         buffers = below // _PASSING
         buffers -= room_beside_buffers(buffers)
         self.host = None if host is None else PooledTier(below - buffers)  #: below an accelerator
-        self.host_buffers = AwaitedPool(max(1, buffers))  #: beside that, for what only passes through
+        self.host_buffers = HostBuffers(max(1, buffers))  #: beside that, for what only passes through
         self.residency = Residency()
         self._tier: Tier | None = None
         self._lender: _Outside  # has what users take besides their shares
@@ -186,7 +201,7 @@ class Memory(Usable):
     def close(self) -> None:
         """Has new users refused. Raises ValueError while it has users: close these first."""
         with self.residency.lock:
-            if names := [user.name for user in self._users]:
+            if names := [*(user.name for user in self._users), *["an optimizer"] * len(self.host_buffers.users)]:
                 raise ValueError(f"this Memory is in use by {', '.join(names)}: close these first")
             self._closed, self._tier = True, None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,14 +150,23 @@ class Source:
 
     def range(self, begin: int, nbytes: int) -> list[FileExtent]:
         """Returns the extents of ``nbytes`` bytes that begin at byte ``begin`` of the tensor."""
+        if nbytes and nbytes == self.nbytes:
+            return list(self.extents)
         extents = []
-        for file, start, length in self.extents:
-            skipped = min(begin, length)
-            taken = min(length - skipped, nbytes)
-            if taken:
+        place = max(0, bisect_right(self._begins, begin) - 1)
+        while nbytes and place < len(self.extents):
+            file, start, length = self.extents[place]
+            skipped = begin - self._begins[place]
+            if (taken := min(length - skipped, nbytes)) > 0:
                 extents.append(FileExtent(file, start + skipped, taken))
-            begin, nbytes = begin - skipped, nbytes - taken
+                begin, nbytes = begin + taken, nbytes - taken
+            place += 1
         return extents
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        """The byte of the tensor at which each extent begins; a model has many tensors of many extents."""
+        return list(accumulate((extent.nbytes for extent in self.extents[:-1]), initial=0))
 
 
 def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
@@ -191,6 +202,8 @@ def narrowed(source: Source, dim: int, begin: int, end: int) -> Source | None:
 
 def _joined(extents: Sequence[FileExtent]) -> tuple[FileExtent, ...]:
     """Joins extents that follow each other in one file."""
+    if len(extents) < 2:
+        return tuple(extents)
     joined: list[FileExtent] = []
     for extent in extents:
         if joined and joined[-1].file is extent.file and joined[-1].start + joined[-1].nbytes == extent.start:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import io
 import json
 import math
 import os
@@ -107,6 +108,14 @@ def _same(ours: Any, theirs: Any) -> str:
     except AssertionError:
         return "other values"
     return "other bits"
+
+
+def saved_by_torch(value: Any) -> Any:
+    """Saves and loads."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "adapter_kwargs": ({"revision": "main"}, REFUSED),
     "adapter_name": ("mine", REFUSED),
     "generation_config": (transformers.GenerationConfig(max_length=77),),
-    "gguf_file": ("model.gguf", REFUSED),
+    "gguf_file": (None,),  # test_gguf.py has such files
     "key_mapping": ({r"^other\.": "model."},),
     **dict.fromkeys(("revision", "code_revision"), ("main",)),
     **dict.fromkeys(("attn_implementation", "experts_implementation"), ("eager",)),

@@ -13,9 +13,10 @@ import torch
 
 from nvme_ops.base import limits
 from nvme_ops.base.limits import lockable_memory
-from nvme_ops.offload import Memory, budgets
+from nvme_ops.offload import Memory, budgets, stream_weights, swap_gradients, swap_params
 from nvme_ops.offload.budgets import Budgets, budgets_of
 from tests.conftest import GIB, MIB
+from tests.offload.models import layers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -72,6 +73,21 @@ def test_what_is_said_and_what_there_is(device: torch.device, options: dict[str,
 def test_what_is_refused(device: torch.device, options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         given(device, **options)
+
+
+@pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
+def test_what_is_too_small_is_named_as_the_program_has_named_it(name: str, folder: Path) -> None:
+    model = layers(4)
+    few: dict[str, Any] = {name: "8K"}
+    with pytest.raises(MemoryError, match=f"does not fit a {name} of"):
+        swap_params(model, folder, min_bytes=1, **few)
+    with pytest.raises(MemoryError, match=f"does not fit a {name} of"):
+        swap_gradients(model.parameters(), folder, min_bytes=1, **few)
+    with pytest.raises(ValueError, match=f"a {name} of 8 KiB is too small for this model"):
+        stream_weights(model, folder, device="cpu", **few)
+    wanted = name if name == "memory_budget" else "device_budget"
+    assert given(GPU, **{wanted: "1G"}).name == wanted
+    assert given(GPU).name == "device_budget"
 
 
 def test_less_than_was_asked_for_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import nn
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.base.errors import FormatError
+from nvme_ops.formats import quantized
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
 from nvme_ops.offload.experts.experts import Experts, handle_in_order
 from nvme_ops.offload.weights import grouped, streamed
@@ -23,14 +26,17 @@ from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.offload.weights.routing import _most_likely_first
 from tests.conftest import KIB, in_threads
 from tests.contract.faulty import Faulty
+from tests.offload.architectures import tiny_model
 from tests.offload.layers import SIZE, Layers
 from tests.offload.models import MODELS, WIDTH, mixture, rewritten, saved
+from tests.offload.packing import PACKINGS, PARTS, packing
 
 #: How many reads an expert takes, where its matrices are no neighbours in the file.
 READS = {"GptOss": 2, "Mixtral": 3}
 pytestmark = pytest.mark.usefixtures("one_thread")  # on whose number the bits of a product depend
 
 
+FP8 = torch.float8_e4m3fn
 implementations = pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 
 
@@ -81,11 +87,24 @@ def test_weights_that_are_assigned_take_the_place_of_the_stored_ones(batch: int,
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
 
-def require_bits(model: Any, plain: Any, nbytes: int, budget: int) -> None:
-    """Fails unless logits are the same, and experts of so many bytes are read, and kept within the budget."""
-    for shape in ((1, 7), (32, 7), (1, 1), (1, 1)):
-        tokens = torch.arange(7 * 32).roll(5)[: math.prod(shape)].view(shape)
-        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+def require_bits(model: Any, plain: Any, nbytes: int, budget: int, are_packed: bool = True) -> None:
+    """Fails unless logits are the same, and experts of so many bytes are read, and kept within the budget.
+
+    Those of a few tokens that are multiplied with what is stored in fewer bits are about the same.
+    """
+    for few in (0, quantized.FEW) if are_packed else (quantized.FEW,):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantized, "FEW", few)
+            for shape in ((1, 7), (32, 7), (1, 1), (1, 1)):
+                tokens = torch.arange(7 * 32).roll(5)[: math.prod(shape)].view(shape)
+                actual, wanted = model(tokens).logits, plain(tokens).logits
+                if few and are_packed:
+                    assert torch.cosine_similarity(actual.float(), wanted.float(), -1).median() > 0.998
+                    best = wanted.float().topk(2).values
+                    sure = best[..., 0] - best[..., 1] > 0.1 * best[..., 0]
+                    assert torch.equal(actual.argmax(-1)[sure], wanted.argmax(-1)[sure])
+                else:
+                    assert torch.equal(actual, wanted)
     experts = model._nvme_window.experts
     assert {sum(source.nbytes for source in expert.places) for expert in experts.groups[0]} == {nbytes}
     assert model.stats().expert_hits > 0
@@ -118,6 +137,70 @@ def test_experts_in_8_bits_are_read_so(name: str, implementation: str, folder: P
         require_bits(model, plain, 3 * 64 * 64, budget)
 
 
+#: The others name their weights as Qwen3Moe does, and how these are put together is the same for all.
+PACKED = [
+    *itertools.product(("Mixtral", "Qwen3Moe"), PACKINGS),
+    *itertools.product(("DeepseekV3", "Glm4Moe", "Olmoe"), ("nvfp4", "nf4 nested", "gptq in the order of activations")),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "packed_as"), PACKED)
+def test_packed_experts_are_read_so(packed_as: str, name: str, folder: Path) -> None:
+    pack, settings = packing(packed_as)
+    sizes = set[int]()
+
+    def change(name: str, value: torch.Tensor) -> Any:
+        module = name.removesuffix("weight")
+        if not re.search(r"experts\.\d+\.\w+\.weight$|[qo]_proj\.weight$", name):
+            return None
+        made, plain = pack(value)
+        sizes.update([sum(made[end].nbytes for end in made if end in PARTS)] if "experts" in name else [])
+        return {f"{module}{end}": tensor for end, tensor in made.items()}, plain.bfloat16()
+
+    path, kind = saved(folder, name)
+    plain = kind.from_pretrained(rewritten(path, change, settings), experts_implementation="eager").eval()
+    budget = (path / "model.safetensors").stat().st_size * 3 // 4
+    with from_pretrained(path, memory_budget=budget, experts_implementation="eager") as model:
+        require_bits(model, plain, 3 * sizes.pop(), budget)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_experts_in_4_bits_beside_8_bits_are_read_so(dtype: torch.dtype, folder: Path) -> None:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def change(name: str, value: torch.Tensor) -> Any:  # as DeepSeek-V4 is published
+        module = name.removesuffix(".weight")
+        if not re.search(r"\.(w\d|w[qk]\w+)\.weight$", name):
+            return None
+        rows, columns = value.shape
+        height, width = (1, 32) if (is_packed := "experts." in name and "shared" not in name) else (128, 128)
+        exponents = torch.randint(118, 122, (-(-rows // height), -(-columns // width)), dtype=torch.uint8)
+        wide = exponents.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+        if is_packed:
+            numbers = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+            meant = torch.stack([values[(numbers & 15).int()], values[(numbers >> 4).int()]], -1).view(rows, columns)
+            made = numbers.view(torch.int8)
+        else:
+            made = (value * 99).to(FP8)
+            meant = made.float()
+        plain = (meant * torch.exp2(wide.float() - 127)).bfloat16()
+        return {name: made, f"{module}.scale": exponents.view(dtype)}, plain
+
+    kind = pytest.importorskip("transformers").DeepseekV4ForCausalLM
+    tiny_model(kind).bfloat16().save_pretrained(path := folder / "V4")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    plain = kind.from_pretrained(rewritten(path, change, fp8), experts_implementation="eager").eval()
+    tokens = torch.arange(24).view(2, 12)
+    with from_pretrained(path, memory_budget="400K", experts_implementation="eager") as model:
+        for _ in range(2):
+            assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        (expert, *_), *_ = model._nvme_window.experts.groups
+        assert sum(source.nbytes for source in expert.places) == 3 * 64 * 96 * 17 // 32
+        assert model.stats().bytes_read > 0
+
+
 @torch.no_grad()
 @implementations
 def test_experts_in_4_bits_are_read_so(implementation: str, folder: Path) -> None:
@@ -144,7 +227,7 @@ def test_experts_in_4_bits_are_read_so(implementation: str, folder: Path) -> Non
     scales = written.pop(name)
     low = {name: scales.float(), numbers: written[numbers].float()}
     for wrong, words in (
-        ({}, rf"{numbers}: there is no {name} of shape \(8, 64, 2\)"),
+        ({}, rf"{numbers}: there is no _scales of shape \(8, 64, 2\)"),
         ({name: scales[:, 1:].clone()}, "there is no"),
         ({name: scales.float()}, "there is no"),
         ({name: scales[0].clone(), numbers: written[numbers][0].clone()}, "experts, rows, groups and 16 bytes"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 import random
 import re
@@ -25,7 +24,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from nvme_ops.offload import save_on_nvme
-from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, values
+from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, saved_by_torch, values
 
 POLICIES = ("nvme", "auto")  # of save_on_nvme
 OPERATIONS = {f"{op.name}.{op.variant_test_name}".strip("."): op for op in op_db}
@@ -43,18 +42,11 @@ OWN = re.compile(
 ATTRIBUTES = [name for name in dir(torch.Tensor) if name not in {*SAMPLED, *OPERATIONS} and not OWN.fullmatch(name)]
 
 
-def _saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "copy.copy": copy.copy,
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda p: pickle.loads(pickle.dumps(p)),
-    "torch.save": _saved,
+    "torch.save": saved_by_torch,
     "torch.from_dlpack": torch.from_dlpack,
     "numpy.asarray": lambda p: torch.from_numpy(np.asarray(p)),
     "torch.as_tensor": torch.as_tensor,

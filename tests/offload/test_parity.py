@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
 from tests.conftest import MIB, run_python
 from tests.contract.faulty import Faulty
-from tests.device.kinds import on_a_gpu
+from tests.device.kinds import SIMULATED, on_a_gpu
 from tests.doubles import private_device
 from tests.offload.elsewhere import alone, same
 from tests.offload.training import KIB, MODELS, settled, states, take_few_in_flight
@@ -253,10 +251,7 @@ ON_DEVICE = [
 
 
 @pytest.mark.timeout(600)  # it may have to be compiled
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real accelerator")
-@pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler, which builds the simulated accelerator"
-)
+@SIMULATED
 @pytest.mark.parametrize("seeds", [1, pytest.param(100, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 @alone
 def test_the_bits_are_those_of_torch_on_a_device_made_of_host_memory(folder: Path, seeds: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import nvme_ops
 from nvme_ops.base.errors import FormatError
 from nvme_ops.offload import from_pretrained
-from tests.conftest import KIB, MIB
+from tests.conftest import KIB, MIB, in_threads
 from tests.offload.models import ties
 
 transformers: Any = pytest.importorskip("transformers")
@@ -97,6 +97,19 @@ def test_the_configuration_and_class_may_be_given_or_found_by_the_kind(folder: P
     given: dict[str, Any] = {"config": config, "model_class": transformers.LlamaForCausalLM}
     with from_pretrained(path / "model.safetensors", memory_budget="3M", **given) as model:
         assert torch.equal(output(model), wanted)
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_threads_that_load_at_once_leave_transformers_as_it_was(folder: Path) -> None:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)).save_pretrained(folder)
+    usual = transformers.PreTrainedModel.tie_weights
+
+    def load(_: int) -> None:
+        with from_pretrained(folder, memory_budget="3M") as model:
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    in_threads(load, 4)
+    assert transformers.PreTrainedModel.tie_weights is usual
 
 
 def test_offsets_in_the_file_need_no_alignment_and_loading_reads_nothing(folder: Path) -> None:

@@ -77,7 +77,7 @@ def test_computing_before_the_model_is_complete_is_bounded(stored: Any) -> None:
     assert torch.equal(in_file["matrix"].exp(), tensors["matrix"].exp())
     assert weights.early == tensors["matrix"].nbytes
     weights.early = weights.budget - 1
-    with pytest.raises(MemoryError, match="computes with more weights than memory_budget has room for"):
+    with pytest.raises(MemoryError, match="computes with more weights than device_budget has room for"):
         in_file["packed"].exp()
 
 
@@ -97,12 +97,14 @@ def test_weights_that_loading_has_computed_count_towards_the_budget(
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "tie_weights", doubled)
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    for budget, words in (
-        ("100K", r"100 KiB is too small for this model: at least 1\d\d"),
-        ("30K", "loading the model computes with more weights than memory_budget has room for"),
-    ):
+    cases: list[tuple[Any, str]] = [
+        ({"memory_budget": "100K"}, r"memory_budget of 100 KiB is too small for this model: at least 1\d\d"),
+        ({"memory_budget": "30K"}, "loading the model computes with more weights than memory_budget has room for"),
+        ({"host_budget": "30K"}, "loading the model computes with more weights than host_budget has room for"),
+    ]
+    for given, words in cases:
         with pytest.raises(ValueError, match=words):
-            from_pretrained(tmp_path, memory_budget=budget)
+            from_pretrained(tmp_path, **given)
     with from_pretrained(tmp_path, memory_budget="200K") as model, torch.no_grad():
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
         assert type(model.lm_head.weight) is torch.nn.Parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from nvme_ops import FormatError
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import shared_handle
-from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.residency import shared_files as module
 from nvme_ops.offload.residency.files import FileEntry
 from nvme_ops.offload.residency.shared_files import SharedFiles, shared_files
@@ -37,10 +37,16 @@ class Process:
         self.files, self.share = shared, shared.tier.share()
         self.entry = FileEntry([(FileExtent(self.file, 0, SIZE), 0)], SIZE)
 
-    def read(self) -> tuple[torch.Tensor, IoFuture | None, int]:
+    def read(self) -> tuple[torch.Tensor, Any, int]:
         memory = self.files.allocate(self.entry, self.share)
         assert memory is not None
         return self.files.read(self.entry, memory, Priority.DEMAND)
+
+    def require_read(self, wanted: torch.Tensor) -> None:
+        """Fails unless it reads the file itself, and has its bytes then."""
+        values, reading, nbytes = self.read()
+        assert nbytes == reading.result() == SIZE
+        assert torch.equal(values, wanted)
 
     def has_it(self) -> bool:
         return self.files.has(self.entry)
@@ -56,10 +62,7 @@ class Process:
 def test_a_file_is_read_once(path: Path) -> None:
     one, other = Process(path), Process(path)
     assert not other.has_it()
-    values, reading, nbytes = one.read()
-    assert reading is not None
-    assert nbytes == reading.result() == SIZE
-    assert torch.equal(values, pattern(SIZE))
+    one.require_read(pattern(SIZE))
     assert other.has_it()
     values, waiting, nbytes = other.read()
     assert (waiting, nbytes) == (None, 0)
@@ -70,7 +73,6 @@ def test_what_another_one_reads_is_waited_for(path: Path) -> None:
     one, other = Process(path), Process(path)
     memory = one.begin_to_fill()
     values, waiting, nbytes = other.read()
-    assert waiting is not None
     assert nbytes == 0
     assert not waiting.done()
     with pytest.raises(TimeoutError):
@@ -87,7 +89,6 @@ def test_another_one_does_not_go_on(path: Path, why: str, monkeypatch: pytest.Mo
     one, other = Process(path), Process(path)
     memory = one.begin_to_fill()
     values, waiting, _ = other.read()
-    assert waiting is not None
     if why == "failed":
         one.files.tier.memory.end_to_fill(1, complete=False)
     elif why == "ended":
@@ -99,13 +100,9 @@ def test_another_one_does_not_go_on(path: Path, why: str, monkeypatch: pytest.Mo
 def test_a_read_that_fails_is_the_failure_of_one(path: Path) -> None:
     one, other = Process(path, os.O_WRONLY), Process(path)
     _, reading, _ = one.read()
-    assert reading is not None
     assert isinstance(reading.exception(), OSError)
     assert not other.has_it()
-    values, reading, _ = other.read()
-    assert reading is not None
-    assert reading.result() == SIZE
-    assert torch.equal(values, pattern(SIZE))
+    other.require_read(pattern(SIZE))
 
 
 def test_bytes_of_a_file_that_changes_meanwhile_are_not_shared(path: Path) -> None:
@@ -117,7 +114,6 @@ def test_bytes_of_a_file_that_changes_meanwhile_are_not_shared(path: Path) -> No
     assert not other.has_it()
     assert not Process(path).has_it()
     _, reading, _ = other.read()
-    assert reading is not None
     assert isinstance(reading.exception(), FormatError)
     del memory
 
@@ -134,9 +130,7 @@ def test_one_that_waits_and_is_dropped_holds_nothing(path: Path) -> None:
 @pytest.mark.parametrize("what", ["replaced", "cut", "written", "another shard"])
 def test_other_files_are_not_shared(path: Path, folder: Path, what: str) -> None:
     one = Process(path)
-    _, reading, _ = one.read()
-    assert reading is not None
-    reading.result()
+    one.require_read(pattern(SIZE))
     assert Process(path).has_it()
     if what == "replaced":
         os.replace(store(folder / "new", pattern(SIZE)), path)
@@ -149,10 +143,7 @@ def test_other_files_are_not_shared(path: Path, folder: Path, what: str) -> None
     more = [store(folder / "shard", pattern(SIZE))] if what == "another shard" else []
     other = Process(path, more=more)
     assert not other.has_it()
-    values, reading, nbytes = other.read()
-    assert reading is not None
-    assert nbytes == reading.result() == SIZE
-    assert torch.equal(values, contents(path))
+    other.require_read(contents(path))
     assert other.has_it()
     assert what != "another shard" or one.has_it()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import itertools
 import os
@@ -17,7 +18,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.base.text import parse_size
-from nvme_ops.formats.quantized import Mxfp4, Scaled, expand, quantize, read_scale
+from nvme_ops.formats.packed import E2M1, MatrixLayout, Packed
+from nvme_ops.formats.quantized import Scaled, read_scale
+from nvme_ops.formats.quantizing import quantize
 from nvme_ops.io.engine import Priority
 from nvme_ops.offload import stream_weights
 from nvme_ops.offload.weights import window
@@ -29,6 +32,12 @@ from tests.offload.models import Experts, Tied, layers, mixture, nbytes, saved
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
 TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
+
+
+def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty(values.shape, dtype=dtype)
+    Scaled(scale).expand(values, made)
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -384,27 +393,78 @@ def test_exponents_of_4_bits_are_those_of_transformers_in_every_dtype() -> None:
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
     stored = torch.cat([blocks.flatten(1), scales.flatten(1)], 1)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        out = torch.empty(Mxfp4(256, 512).shape(stored.shape), dtype=dtype)
-        Mxfp4(256, 512).expand(stored, out)
+        stored_as = Packed([MatrixLayout("low_first", 256, 512, 32, "e8m0", E2M1)], [(1.0,)], 1, transposed=True)
+        out = torch.empty(stored_as.shape(stored.shape), dtype=dtype)
+        stored_as.expand(stored, out)
         wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-        assert torch.equal(out.isnan(), wanted.isnan())
-        assert torch.equal(out.nan_to_num(7), wanted.nan_to_num(7))
+        assert torch.equal(out[..., :255], wanted[..., :255])
+        assert out[..., 255].isnan().all(), "as the format says; transformers reads 2**128"
 
 
 @torch.no_grad()
-def test_views_and_joins_of_weights_of_8_bits_have_their_values(folder: Path) -> None:
+@pytest.mark.parametrize(("kind", "share"), [("int8", 1), ("int4", 18 / 32), ("mxfp4", 17 / 32)])
+def test_views_and_joins_of_packed_weights_have_their_values(kind: Any, share: float, folder: Path) -> None:
     torch.manual_seed(1)
-    model = nn.ModuleList([nn.Linear(1024, 2048), nn.Embedding(2000, 1024)])
-    with stream_weights(model, folder, memory_budget="64M", quantize="int8") as opened:
-        weight, table = opened[0].weight, opened[1].weight
-        values, others = weight.to_memory(), table.to_memory()
-        assert torch.equal(weight[3], values[3])
-        assert torch.equal(weight.t().unsqueeze(0), values.t().unsqueeze(0))
-        assert torch.equal(torch.stack([weight, weight], 1), torch.stack([values, values], 1))
-        assert torch.equal(torch.cat([weight, table]), torch.cat([values, others]))
-        bare = weight.like(weight.source)
-        assert torch.equal(torch.cat([weight, bare]), torch.cat([values, bare.to_memory()]))
-        assert torch.equal(torch.cat([table, table.double()]), torch.cat([others, others.double()]))
+    model = nn.ModuleList(
+        [nn.Linear(1024, 2048), nn.Linear(1024, 2000), nn.Linear(1030, 1024), nn.Embedding(2000, 1024)]
+    )
+    with stream_weights(model, folder, memory_budget="64M", quantize=kind) as opened:
+        first, second, odd, table = (layer.weight for layer in opened)
+        values, others, rows = (weight.to_memory() for weight in (first, second, table))
+        assert first.source.nbytes == values.numel() * share
+        assert (odd.source.dtype == torch.float32) is (kind != "int8"), "its rows have no groups of 32"
+        assert torch.equal(first[3], values[3])
+        assert torch.equal(first[2:5], values[2:5])
+        assert torch.equal(first.t().unsqueeze(0), values.t().unsqueeze(0))
+        assert torch.equal(first.unsqueeze(0), values.unsqueeze(0))
+        for dim in (0, 1):
+            assert torch.equal(torch.stack([first, first], dim), torch.stack([values, values], dim))
+            assert torch.equal(torch.cat([first, first], dim), torch.cat([values, values], dim))
+        joined, both = torch.cat([first, second]), torch.cat([values, others])
+        assert torch.equal(joined, both)
+        assert torch.equal(torch.stack([joined, joined])[1], both)
+        assert torch.equal(torch.cat([joined.unsqueeze(0), joined.unsqueeze(0)], 1)[0], torch.cat([both, both]))
+        assert torch.equal(torch.cat([first, table]), torch.cat([values, rows]))
+        assert torch.equal(torch.cat([second, odd[:, :1024]]), torch.cat([others, odd.to_memory()[:, :1024]]))
+        assert torch.equal(torch.cat([second, second.double()]), torch.cat([others, others.double()]))
+        assert torch.equal(torch.cat([table, table.double()]), torch.cat([rows, rows.double()]))
+        bare = first.like(first.source)
+        if kind == "int8":
+            assert torch.equal(torch.cat([first, bare]), torch.cat([values, bare.to_memory()]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "error"), [("int4", 0.15), ("mxfp4", 0.2)])
+def test_on_request_a_quarter_is_read_and_the_head_stays(kind: Any, error: float, folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **sizes)
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    x, head, size = torch.arange(6).view(1, 6), model.lm_head.weight.clone(), nbytes(model)
+    wanted = model(x).logits
+    with stream_weights(model, folder, memory_budget=size // 2, quantize=kind) as opened:
+        assert 0.01 < opened.stats().quantization_error < error
+        assert torch.equal(opened.lm_head.weight.to_memory(), head)
+        with torch.autocast("cpu", torch.float16):
+            assert opened.model.layers[0].mlp.up_proj(torch.ones(1, 256).bfloat16()).dtype == torch.float16
+        for tokens in (x, x[:, :1]):
+            assert (opened(tokens).logits - wanted[:, : tokens.shape[1]]).norm() < 2 * error * wanted.norm()
+        assert opened.model.layers[0].mlp.up_proj.weight.source.nbytes * 3 < 256 * 512 * 2
+
+
+@torch.no_grad()
+def test_a_disk_that_fills_up_while_weights_are_packed(make_file_system: Callable[..., Path]) -> None:
+    disk = make_file_system(4 * MIB)
+    model, x = layers(24, 768).eval(), torch.randn(2, 768)  # 8 MB in 4 bits
+    wanted, before = model(x), sorted(disk.iterdir())
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        stream_weights(model, disk, memory_budget="8M", quantize="int4")
+    assert caught.value.errno == errno.ENOSPC
+    assert sorted(disk.iterdir()) == before
+    assert torch.equal(model(x), wanted), "it is as it was"
+    with stream_weights(model[:8], disk, memory_budget="8M", quantize="int4") as opened:
+        assert 0 < opened.stats().quantization_error < 0.15
 
 
 @torch.no_grad()

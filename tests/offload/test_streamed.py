@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
 import pickle
 from collections.abc import Callable
@@ -19,6 +18,8 @@ import nvme_ops
 from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights import stored
 from nvme_ops.offload.weights.stored import stored_in
+from tests.conftest import watched
+from tests.offload.elsewhere import saved_by_torch
 from tests.offload.models import Tied, layers, ties
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
@@ -39,13 +40,6 @@ def in_files(model: nn.Module) -> set[str]:
 
 
 # Copies and state dicts
-
-
-def saved_by_torch(model: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 class Sharing(nn.Module):
@@ -126,14 +120,7 @@ def test_a_state_dict_is_refused_whole_but_for_what_is_in_memory(folder: Path) -
 
 
 def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    usual: Any = vars(stored)["read_now"]
-
-    def noted(sources: Any) -> Any:
-        read.append(sources)
-        return usual(sources)
-
-    monkeypatch.setattr(stored, "read_now", noted)
+    read = watched(monkeypatch, stored, "read_now", lambda sources: sources)
     model = Tied().eval()
     wanted = {f"0.{name}": value.clone() for name, value in model.state_dict().items()}
     with streamed(model, folder):

@@ -216,6 +216,7 @@ def test_the_parts_are_the_tensor_in_proportion_to_the_weights(weights: list[flo
             assert abs(sizes.get(folder, 0) - nbytes * weight / sum(weights)) <= PAGE + nbytes * 1e-9
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(0.5, 20), min_size=2, max_size=5), st.lists(st.integers(1, 8 * MIB - 1), min_size=50))
 def test_small_tensors_stay_whole_and_are_balanced(weights: list[float], sizes: list[int]) -> None:
     striping, given_to = Striping(weights), [0.0] * len(weights)

@@ -148,6 +148,7 @@ class Activations(Policy[Unit]):
     Args:
         folders: of the session.
         given: bytes of memory where the tensors are, or memory that is shared.
+        budget_name: of the argument that says so.
         host: host memory beside that of an accelerator.
         checksums: keep a checksum of each unit.
         handle: moves the bytes.
@@ -164,12 +165,14 @@ class Activations(Policy[Unit]):
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         given: int | Memory,
+        budget_name: str = "device_budget",
         host: Share | None = None,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
         self._native = native()
         self._memory = given if isinstance(given, Memory) else None
+        self._budget_name = budget_name if self._memory is None else "share of a Memory"
         self._has_joined, self._wanted, self._least = False, 0, 0
         self._borrowed: list[object] = []  # of memory that is shared: steps of it, for what is in memory
         self._units: dict[int, Unit] = {}
@@ -618,12 +621,11 @@ class Activations(Policy[Unit]):
             self._write(unit)
         failure, unit.trouble = unit.trouble, None
         if _is_full(failure):
-            budget = "memory_budget" if self._memory is None else "share of a Memory"
             raise OSError(
                 failure.errno,
                 f"{os.strerror(failure.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward "
                 f"pass; there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held_bytes)} in "
-                f"memory spend the {budget} of {size_words(self.share.nbytes)}",
+                f"memory spend the {self._budget_name} of {size_words(self.share.nbytes)}",
                 failure.filename,
             ) from None
         if failure is not None:

@@ -81,7 +81,9 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         where = where_it_computes()
         budgets = budgets_of(where, memory_budget, memory, device_budget, host_budget, default="256M", least=0)
         host = budgets.host_tier().share()
-        self._activations = Activations(folder, given=budgets.own, host=host, checksums=checksums, handle=handle)
+        self._activations = Activations(
+            folder, given=budgets.own, budget_name=budgets.name, host=host, checksums=checksums, handle=handle
+        )
         self._choice = Choice(least) if policy == "auto" else None
         super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)
 

@@ -313,7 +313,7 @@ def swap_gradients(
     with contextlib.ExitStack() as undo:
         residents = Residents(
             folder, "gradients", given=given - leaving if isinstance(given, int) else given, device=device, host=host,
-            checksums=checksums, handle=handle,
+            budget_name=budgets.name, checksums=checksums, handle=handle,
         )  # fmt: skip
         undo.callback(residents.close)
         if isinstance(given, Memory):

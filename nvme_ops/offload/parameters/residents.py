@@ -162,6 +162,7 @@ class Residents(Policy[Resident]):
         folders: of the session.
         name: of the session.
         given: bytes of memory, or memory that is shared.
+        budget_name: that of the argument that says so.
         device: where the tensors are used.
         host: host memory beside that of an accelerator: tensors are there instead of on storage.
         checksums: keep a checksum of each tensor on storage.
@@ -179,6 +180,7 @@ class Residents(Policy[Resident]):
         name: str,
         *,
         given: int | Memory,
+        budget_name: str = "memory_budget",
         device: torch.device,
         host: Share | None = None,
         checksums: bool,
@@ -186,6 +188,7 @@ class Residents(Policy[Resident]):
     ) -> None:
         self._memory = given if isinstance(given, Memory) else None
         self.budget = given if isinstance(given, int) else given.nbytes
+        self._budget_name = budget_name
         self.device, self._handle = device, handle_of(handle)
         self.name = f"swapped {name}"
         self.borrowed: list[object] = []  #: memory that its user has besides, of memory that is shared
@@ -229,8 +232,7 @@ class Residents(Policy[Resident]):
         """Raises MemoryError if a tensor is larger than the budget, or than what is left of memory that is shared."""
         nbytes = in_pages(entry.nbytes)
         if nbytes > self.share.nbytes and not (self._memory is not None and self._memory.has_room(self, nbytes)):
-            own = "a memory_budget" if self.device.type == "cpu" else "a device_budget"
-            what = own if self._memory is None else "what other users leave of a Memory"
+            what = f"a {self._budget_name}" if self._memory is None else "what other users leave of a Memory"
             raise MemoryError(
                 f"a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}, does not fit {what} "
                 f"of {size_words(self.budget)}"

@@ -148,6 +148,7 @@ def swap_params(
             folder,
             "parameters",
             given=given,
+            budget_name=budgets.name,
             device=target,
             host=host,
             checksums=checksums,

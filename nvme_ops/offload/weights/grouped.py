@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from nvme_ops.base.errors import free_frames
 from nvme_ops.offload.experts.experts import Experts
-from nvme_ops.offload.weights.stored import StoredTensor, in_window_together, select
+from nvme_ops.offload.weights.stored import StoredTensor, in_window_together, select, stored_together
 
 _AT_ONCE = 16 << 20  # bytes of results that may wait for those of experts before them
 _AHEAD = 8  # experts of which any may arrive next
@@ -226,11 +226,12 @@ def _one(module: Any, form: _Form, number: int, values: torch.Tensor) -> torch.T
     on_host = None
     if experts.host is not None and all(part.is_plain() and not part.nbytes_expanded for part in parts):
         on_host = experts.on_host([part.source for part in parts])
-    weights = in_window_together(parts) if on_host is None else iter(on_host)
+    stored = on_host is None and all(part.may_multiply(values) for part in parts)
+    weights = stored_together(parts) if stored else in_window_together(parts) if on_host is None else iter(on_host)
     if on_host is not None:
         values = values.cpu()
     begin = time.perf_counter()
-    values = _multiplied(module, form, values, next(weights), number, form.up)
+    values = _multiplied(module, form, values, next(weights), number, form.up, parts[0] if stored else None)
     if form.has_gate and form.applies_gate:
         values = module._apply_gate(values)
     elif form.has_gate:
@@ -238,7 +239,7 @@ def _one(module: Any, form: _Form, number: int, values: torch.Tensor) -> torch.T
         values = module.act_fn(gate) * up
     else:
         values = module.act_fn(values)
-    values = _multiplied(module, form, values, next(weights), number, "down_proj")
+    values = _multiplied(module, form, values, next(weights), number, "down_proj", parts[1] if stored else None)
     if on_host is not None:
         experts.computed(parts[0].source, len(values), time.perf_counter() - begin)
         values = values.to(device)
@@ -246,9 +247,20 @@ def _one(module: Any, form: _Form, number: int, values: torch.Tensor) -> torch.T
 
 
 def _multiplied(
-    module: Any, form: _Form, values: torch.Tensor, weight: torch.Tensor, number: int, name: str
+    module: Any,
+    form: _Form,
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    number: int,
+    name: str,
+    part: StoredTensor | None,
 ) -> torch.Tensor:
-    values = values @ weight if form.is_transposed else torch.nn.functional.linear(values, weight)
+    """Multiplies with a weight, or with what is stored of a part in fewer bits."""
+    made = None if part is None else part.product(weight, values, form.is_transposed)
+    if made is None:
+        weight = weight if part is None else part.in_window(weight)
+        made = values @ weight if form.is_transposed else torch.nn.functional.linear(values, weight)
+    values = made
     if not form.has_bias:
         return values
     bias: torch.Tensor = getattr(module, f"{name}_bias")[number]

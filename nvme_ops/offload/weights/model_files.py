@@ -17,13 +17,18 @@ Path = str | os.PathLike[str]
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 _FILES = ("model.safetensors", "model.safetensors.index.json")  # in the order in which transformers looks for them
 _ADAPTER = "adapter_config.json"
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp splits files
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def weight_files(
-    path: Path | Sequence[Path], subfolder: str = "", variant: str | None = None, **options: Any
+    path: Path | Sequence[Path],
+    subfolder: str = "",
+    variant: str | None = None,
+    gguf_file: str | None = None,
+    **options: Any,
 ) -> list[str]:
-    """Returns the safetensors files of a model, downloaded if need be.
+    """Returns the safetensors files of a model, or its GGUF files, downloaded if need be.
 
     Raises:
         OSError: there are none.
@@ -31,6 +36,10 @@ def weight_files(
     """
     if not isinstance(path, str | os.PathLike):
         return [os.path.abspath(named(entry)) for entry in path]
+    if gguf_file is None and named(path).endswith(".gguf") and os.path.isfile(path):
+        path, gguf_file = os.path.split(named(path))
+    if gguf_file is not None:
+        return [_found(path, name, subfolder, **options) for name in _parts(gguf_file)]
     if is_hub_name(path):
         folder = _local_folder(str(path), subfolder, variant, **options)
     else:
@@ -54,6 +63,24 @@ def weight_files(
     raise FileNotFoundError(
         f"{folder} has no {' or '.join(names)}; nvme-checkpoint convert {folder} {folder} makes them of .bin files"
     )
+
+
+def _parts(name: str) -> list[str]:
+    """Returns the names of all files of a model, given that of one."""
+    parts = _PART.fullmatch(name)
+    if parts is None:
+        return [name]
+    stem, _, count = parts.groups()
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
+def _found(path: Path, name: str, subfolder: str, **options: Any) -> str:
+    """Returns where a file of a model is."""
+    if is_hub_name(path):
+        from transformers.utils import cached_file
+
+        return str(cached_file(str(path), name, subfolder=subfolder, **options))
+    return os.path.abspath(os.path.join(named(path), subfolder, name))
 
 
 def is_hub_name(path: Any) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,41 +15,47 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nvme_ops.base.errors import naming
+from nvme_ops.base.lifetime import forkable_lock
 from nvme_ops.filesystem.publication import open_leased
-from nvme_ops.formats import safetensors_format
-from nvme_ops.formats.quantized import part_of
+from nvme_ops.formats import gguf, safetensors_format
+from nvme_ops.formats.quantized import KINDS, part_of
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import collector_paused
 from nvme_ops.offload.budgets import budgets_of
 from nvme_ops.offload.memory import Memory
+from nvme_ops.offload.weights.gguf_model import dtype_of, gguf_weights, scale_frequencies
 from nvme_ops.offload.weights.model_files import HUB_OPTIONS, Path, is_hub_name, weight_files
-from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in, stored_tensors
+from nvme_ops.offload.weights.stacked import Stacked, with_stacked
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, sources_in, stored_in
 from nvme_ops.offload.weights.stored_formats import (
     format_words,
     quantization_of,
     require_expanded,
     require_understood,
-    with_exponents,
+    with_packed,
     with_scales,
+    with_usual_names,
 )
 from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.offload.weights.streamed import stream
-from nvme_ops.storage.source import WeightFile
+from nvme_ops.storage.source import Source, WeightFile
 
 if TYPE_CHECKING:
     from nvme_ops.offload.weights.streamed import Streamed
 
+#: Transformers replaces methods of its own while it makes a model: two threads at once would leave them replaced.
+_loading = forkable_lock()
 _COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
 
 #: Arguments of transformers' ``from_pretrained`` that are refused, with the values at which they change nothing.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "state_dict": ((None,), "the weights are those of the files; stream_weights streams a model that is in memory"),
     "use_safetensors": ((None, True), "other files cannot be read in place: nvme-checkpoint convert makes safetensors"),
-    "gguf_file": ((None,), "GGUF cannot be read in place: load it by transformers, and save_pretrained the model"),
     "quantization_config": (
         (None,),
-        "weights are read as they are stored; stream_weights(model, folder, quantize='int8') quantizes them",
+        "weights are read as they are stored; stream_weights(model, folder, quantize='mxfp4') quantizes them",
     ),
     **dict.fromkeys(
         ("exclude", "quantize"), ((None, ()), "is an argument of stream_weights(model, folder), for a model in memory")
@@ -99,6 +108,7 @@ def from_pretrained(
         path: a folder of ``save_pretrained``, or its safetensors files, with the configuration beside them unless
             ``config=`` gives it. Or a name on the Hugging Face Hub, found in its cache or downloaded as transformers
             does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder`` and ``variant``.
+            Or a GGUF file, the first if there are several; ``gguf_file=`` names one in a folder or on the Hub.
         device_budget: bytes for weights on an accelerator, or a size such as ``"4G"``; ``"auto"``, the default there,
             is what is free less an eighth. Intermediate results and a key-value
             cache come on top of it.
@@ -121,7 +131,7 @@ def from_pretrained(
             ``trust_remote_code`` and fields of the configuration.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or for GGUF files gguf.
         FileNotFoundError: there is no safetensors file, or no configuration.
         OSError: from transformers, for a name: no such model, no access, or no connection and not in the cache.
         FormatError: a file is damaged.
@@ -153,39 +163,53 @@ def from_pretrained(
     allows_mismatch = bool(kwargs.pop("ignore_mismatched_sizes", False))
     wants_info = kwargs.pop("output_loading_info", False)
     origin = _origin_of(path, kwargs)
-    config, rest = _configured(transformers, origin, model_class, kwargs)
-    config, settings = quantization_of(config)
-    chosen: Any = _class_of(transformers, config, model_class, origin, kwargs)
-    if not isinstance(config, kind := chosen.config_class or object) and isinstance(config.get_text_config(), kind):
-        config = config.get_text_config()  # the model is a part of what the files are of
-    weights = Weights(budget := budgets.nbytes)
-    with contextlib.ExitStack() as undo:
+    weights = Weights(budgets.nbytes, budgets.name)
+    with collector_paused(), contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
-        state: dict[str, StoredTensor] = {}
+        sources: dict[str, Source] = {}
+        headers: list[gguf.GgufHeader] = []
         for shard in origin.paths:
             files.append(WeightFile(open_leased(shard), shard, handle_of(handle)))
             undo.callback(files[-1].close)
-            header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
-            state.update(stored_tensors(files[-1], header, weights, target))
-        own["dtype"] = computed = dtype or getattr(config, "dtype", None) or _dtype_in(state)
+            if origin.gguf:
+                headers.append(gguf.read(files[-1].file.fileno(), files[-1].path))
+            else:
+                header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
+                sources.update(sources_in(files[-1], header))
+        config, rest = _configured(transformers, origin, model_class, kwargs)
+        config, settings = quantization_of(config)
+        chosen: Any = _class_of(transformers, config, model_class, origin, kwargs)
+        if not isinstance(config, kind := chosen.config_class or object) and isinstance(config.get_text_config(), kind):
+            config = config.get_text_config()  # the model is a part of what the files are of
+        sources = with_usual_names(sources)
+        usual = dtype_of(headers) if headers else _dtype_in(sources)
+        own["dtype"] = computed = dtype or getattr(config, "dtype", None) or usual
         expanded: Any = computed
         if isinstance(computed, dict):  # by part of the model
             expanded = _dtype_of(computed.get("")) or torch.get_default_dtype()
-        joined = with_exponents(with_scales(state, expanded, settings), expanded)
-        require_understood(joined, state, settings)
-        # Transformers turns gradients on again by a call that comes through the mode, where Ctrl-C can end it.
-        undo.callback(torch._C._set_grad_enabled, torch.is_grad_enabled())
-        own |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which is refused below
-        try:
-            with _Tying():
-                model, info = chosen.from_pretrained(None, config=config, state_dict=joined, **own, **rest)
-        except (RuntimeError, MemoryError) as error:  # transformers may only say that it has logged what it was
-            if weights.early > budget:
-                raise ValueError(f"{origin.folder}: {weights.too_early}") from error
-            raise
+        state: dict[str, Any]
+        factors = None
+        if headers:
+            if any("output.weight" in header.tensors for header in headers):  # of which transformers sees one alone
+                config.tie_word_embeddings = False
+            state, factors = gguf_weights(files, headers, weights, target, _blank(chosen, config, rest), expanded)
+        else:
+            joined = with_scales(with_packed(sources, settings), settings)
+            require_understood(joined, sources, settings)
+            stacked = set[str]()
+            if not rest.get("key_mapping"):  # which may rename some experts alone
+                joined, stacked = with_stacked(joined, functools.partial(_blank, chosen, config, rest))
+            state = {
+                name: StoredTensor(weights, source, expanded if form is not None else None, target, form)
+                for name, (source, form) in joined.items()
+            }
+            state |= {name: Stacked(state[name]) for name in stacked}
+        model, info = _assembled(chosen, config, state, weights, origin.folder, **own, **rest)
         named = () if model_class is None else config.architectures or ()
         new = _require_complete(info, model, origin.folder, named, allows_mismatch, settings)
         require_expanded(model, settings)
+        if factors is not None:
+            scale_frequencies(model, factors)
         for module in model.modules():  # adapters are saved with this name
             if getattr(module, "name_or_path", None) == str(None):  # made of this configuration, or of a copy
                 module.name_or_path = module.config.name_or_path = origin.name or origin.folder
@@ -204,6 +228,64 @@ def from_pretrained(
     return cast("Streamed", (model, info) if wants_info else model)
 
 
+def outline(folder: Path, state: Mapping[str, StoredTensor], weights: Weights) -> Any:
+    """Returns a model of transformers with the tensors of its files in place, of which hardly anything is read.
+
+    Args:
+        folder: has the configuration.
+        state: the tensors by the names that they have in the files.
+        weights: through which these are read; nothing may be computed with them yet.
+
+    Raises:
+        ImportError: transformers is not installed.
+        OSError: there is no configuration.
+        ValueError: the model is quantized already, weights are missing, or transformers does not know the model.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("it takes transformers to know the model: pip install 'transformers>=5'") from error
+    origin = _Origin([], os.path.abspath(folder), "", {}, {"local_files_only": True})
+    config, settings = quantization_of(_configured(transformers, origin, None, {})[0])
+    narrow = next((name for name, tensor in state.items() if tensor.dtype in KINDS), None)
+    if settings or narrow is not None:
+        words = f"{narrow} is stored as {state[narrow].dtype}" if narrow is not None else "so its configuration says"
+        raise ValueError(f"{folder} is quantized already: {words}{format_words(settings)}")
+    chosen = _class_of(transformers, config, None, origin, {})
+    dtype = getattr(config, "dtype", None) or _dtype_in(state)
+    model, info = _assembled(chosen, config, state, weights, origin.folder, dtype=dtype, experts_implementation="eager")
+    _require_complete(info, model, origin.folder, (), False, settings)
+    return model
+
+
+def _blank(chosen: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """Returns a model without values, made with those options that its class takes by name."""
+    from transformers import initialization
+
+    named = inspect.signature(chosen.__init__).parameters
+    as_loaded: Any = getattr(initialization, "meta_device_safe_creation_ops", contextlib.nullcontext)
+    with _loading, torch.device("meta"), as_loaded():
+        return chosen(copy.deepcopy(config), **{key: value for key, value in options.items() if key in named})
+
+
+def _assembled(
+    chosen: Any, config: Any, state: Mapping[str, StoredTensor], weights: Weights, folder: str, **options: Any
+) -> tuple[Any, Any]:
+    """Returns a model with these tensors, and what transformers says about those that are missing or do not fit."""
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which is refused later
+    before = torch.is_grad_enabled()
+    try:
+        with _loading, _Tying():
+            made: tuple[Any, Any] = chosen.from_pretrained(None, config=config, state_dict=state, **options)
+    except (RuntimeError, MemoryError) as error:  # transformers may only say that it has logged what it was
+        if weights.early > weights.budget:
+            raise ValueError(f"{folder}: {weights.too_early}") from error
+        raise
+    finally:  # transformers turns gradients on again by a call that comes through the mode, where Ctrl-C can end it
+        torch._C._set_grad_enabled(before)
+    return made
+
+
 class _Origin(NamedTuple):
     """Where a model's files are."""
 
@@ -212,6 +294,7 @@ class _Origin(NamedTuple):
     name: str  # on the Hub, or ""
     hub: dict[str, Any]  # given options of the Hub
     options: dict[str, Any]  # those with which the rest is found, in the same commit
+    gguf: str = ""  # name of the first file, if they are GGUF files
 
     @property
     def repository(self) -> str:
@@ -226,12 +309,15 @@ def _origin_of(path: Path | Sequence[Path], kwargs: dict[str, Any]) -> _Origin:
     hub = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
     subfolder, variant = kwargs.pop("subfolder", ""), kwargs.pop("variant", None)
     bars = {"tqdm_class": kwargs.pop("tqdm_class")} if "tqdm_class" in kwargs else {}
-    paths = weight_files(path, subfolder, variant, **hub, **bars)
+    gguf_file = kwargs.pop("gguf_file", None)
+    paths = weight_files(path, subfolder, variant, gguf_file, **hub, **bars)
     options: dict[str, Any] = {"local_files_only": True}
     name = str(path) if is_hub_name(path) else ""
     if name:
         options = {**hub, "subfolder": subfolder, "revision": extract_commit_hash(paths[0], hub.get("revision"))}
-    return _Origin(paths, os.path.dirname(paths[0]), name, hub, options)
+    is_gguf = gguf_file is not None or paths[0].endswith(".gguf")
+    file = gguf_file if name else os.path.basename(paths[0])
+    return _Origin(paths, os.path.dirname(paths[0]), name, hub, options, file if is_gguf else "")
 
 
 def _configure_generation(model: Any, origin: _Origin, fields: dict[str, Any]) -> None:
@@ -241,7 +327,7 @@ def _configure_generation(model: Any, origin: _Origin, fields: dict[str, Any]) -
     others = (*_INTERNAL, *_IMPLEMENTATIONS, "code_revision")
     fields = {key: value for key, value in fields.items() if key not in others}
     options = {**dict.fromkeys((*HUB_OPTIONS, "trust_remote_code")), "subfolder": "", **origin.options, **fields}
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError, TypeError):  # there is none; nor a configuration, beside a GGUF file
         model.adjust_generation_fn(None, False, None, origin.repository, **options)
 
 
@@ -255,7 +341,7 @@ def _dtype_of(dtype: Any) -> Any:
     return resolved
 
 
-def _dtype_in(state: Mapping[str, StoredTensor]) -> torch.dtype:
+def _dtype_in(state: Mapping[str, StoredTensor | Source]) -> torch.dtype:
     """Returns the first dtype of files that a model can have, as transformers does."""
     dtypes = (tensor.dtype for name, tensor in state.items() if not part_of(name)[0])
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
@@ -320,6 +406,8 @@ def _configured(
     with naming("read of the configuration", origin.folder):
         try:
             fields = {key: value for key, value in kwargs.items() if is_auto or key not in _CODE_OPTIONS}
+            if origin.gguf and config is None:
+                fields["gguf_file"] = origin.gguf
             config, unused = kind.from_pretrained(place, return_unused_kwargs=True, **options, **fields)
         except (AttributeError, TypeError) as error:  # a field of another kind
             raise ValueError(f"{place}: transformers cannot read the configuration: {error}") from error

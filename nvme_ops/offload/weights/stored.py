@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.base.errors import FormatError, free_frames
-from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFormat
+from nvme_ops.formats.packed import Packed
+from nvme_ops.formats.quantized import Cast, Processed, Rearranged, Scaled, WeightFormat, are_few
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.lazy import operators
 from nvme_ops.lazy.offloaded import (
@@ -36,13 +37,13 @@ class Weights:
 
     Args:
         budget: the most bytes of weights that may be computed with before that.
+        budget_name: of the argument that says so.
     """
 
-    too_early = "loading the model computes with more weights than memory_budget has room for"
-
-    def __init__(self, budget: int = 0) -> None:
+    def __init__(self, budget: int = 0, budget_name: str = "device_budget") -> None:
         self.window: Window | None = None
         self.budget, self.early = budget, 0
+        self.too_early = f"loading the model computes with more weights than {budget_name} has room for"
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as ``Window.fetch`` does."""
@@ -147,6 +148,35 @@ class StoredTensor(OffloadedTensor):
             values = out
         return apply_steps(self._steps, values)
 
+    def linear(self, inputs: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes ``torch.nn.functional.linear``; a few inputs are multiplied with what is stored in fewer bits."""
+        rows = inputs.view(-1, inputs.shape[-1]) if inputs.dim() != 2 and inputs.is_contiguous() else inputs
+        if not self.may_multiply(rows):
+            return _linear(inputs, self.in_window(), bias)
+        stored = made = None
+        try:
+            stored = self._weights.fetch(self._source)
+            if (made := self.product(stored, rows, transposed=False)) is None:
+                return _linear(inputs, self.in_window(stored), bias)
+            made = made.view(*inputs.shape[:-1], made.shape[-1])
+            return made if bias is None else made + bias
+        except BaseException as error:
+            del stored, made
+            free_frames(error)
+            raise
+
+    def may_multiply(self, inputs: torch.Tensor) -> bool:
+        """Returns whether ``product`` may return one."""
+        packed = isinstance(self._stored_as, Scaled | Packed) and not self._steps and self._weights.window is not None
+        fits = inputs.dim() == 2 and inputs.dtype == self.dtype and not torch.is_autocast_enabled("cpu")
+        return packed and fits and are_few(inputs)
+
+    def product(self, stored: torch.Tensor, inputs: torch.Tensor, transposed: bool) -> torch.Tensor | None:
+        """Returns a product with what is ``stored``; see ``WeightFormat``."""
+        if self._stored_as is None or inputs.shape[-1] != self.shape[0 if transposed else 1]:
+            return None
+        return self._stored_as.product(stored, inputs, transposed)
+
     @property
     def _format(self) -> WeightFormat | None:
         """How stored values are expanded to those computed with; None if they are the same."""
@@ -164,6 +194,15 @@ class StoredTensor(OffloadedTensor):
     def is_plain(self) -> bool:
         """Returns whether its elements are the stored ones, in their order, but for a conversion of the dtype."""
         return not self._steps and self._stored_as is None
+
+    def is_by_row(self) -> bool:
+        """Returns whether each row is made of the same row of what is stored, by a format."""
+        return not self._steps and self._stored_as is not None and self._stored_as.by_row
+
+    @property
+    def nbytes_moved(self) -> int:
+        """Bytes of the larger of it and of what is read for it alone."""
+        return max(self.nbytes, self.source.nbytes) if self.is_by_row() else self.nbytes
 
     def has_parts(self) -> bool:
         """Returns whether each index of the first of three dimensions can be read alone."""
@@ -241,7 +280,7 @@ class StoredTensor(OffloadedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is _linear and not kwargs and _is_simple(*args):
                 inputs, weight, *bias = args
-                return func(inputs, weight.in_window(), *bias)
+                return weight.linear(inputs, *bias)
             if func in _MULTIPLYING and not torch.is_grad_enabled() and _in_batches(func, args):
                 args = tuple(map(_as_trained, args))
             return func(*args, **(kwargs or {}))
@@ -251,12 +290,16 @@ def stored_tensors(
     file: WeightFile, header: Header, weights: Weights, device: torch.device | None = None
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yields names and tensors of a safetensors file. Raises FormatError if one reaches beyond the file's end."""
+    return ((name, StoredTensor(weights, source, device=device)) for name, source in sources_in(file, header))
+
+
+def sources_in(file: WeightFile, header: Header) -> Iterator[tuple[str, Source]]:
+    """Yields names and places of the tensors of a safetensors file; see ``stored_tensors``."""
     for name, entry in header.entries.items():
         dtype, shape = entry.in_torch(file.path, name)
         if entry.end > file.size:
             raise FormatError(f"{file.path}: tensor {name!r} reaches beyond the end of the file")
-        source = Source([FileExtent(file, entry.start, entry.end - entry.start)], dtype, shape)
-        yield name, StoredTensor(weights, source, device=device)
+        yield name, Source([FileExtent(file, entry.start, entry.end - entry.start)], dtype, shape)
 
 
 _linear = torch.nn.functional.linear
@@ -301,6 +344,11 @@ def in_window_together(tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor
     """Yields the values of tensors of one model that are used one after the other, in memory of the budget."""
     if any(tensor._format is not None or tensor._steps for tensor in tensors):
         return (tensor.in_window() for tensor in tensors)  # expanded one after the other, too
+    return stored_together(tensors)
+
+
+def stored_together(tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
+    """Yields what is stored of such tensors."""
     return tensors[0]._weights.open().fetch_together([tensor._source for tensor in tensors])
 
 
@@ -336,7 +384,7 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
     if loading:  # transformers moves all weights to host memory first
         elsewhere, device = False, None
     is_stored = tensor.is_plain() and tensor.dtype == tensor.source.dtype
-    is_expanded = loading and not tensor._steps and isinstance(tensor._stored_as, Scaled | Mxfp4)
+    is_expanded = loading and not tensor._steps and isinstance(tensor._stored_as, Scaled | Packed | Processed)
     if elsewhere or any(value is not None for value in options.values()) or not (is_stored or is_expanded):
         return NotImplemented
     if device is not None and torch.device(device).type == "meta":
@@ -405,25 +453,28 @@ def _indexed(tensor: Any, indices: Sequence[Any]) -> Any:
 StoredTensor.lazy[aten.index.Tensor] = _indexed
 
 
-@_lazily(aten.slice.Tensor)
 def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if not tensor.numel():
         return NotImplemented
     dim %= tensor.dim()
+    if not tensor.is_plain() and (dim or not tensor.is_by_row()):
+        return NotImplemented
     if dim and tensor._weights.window is not None:  # dense in memory, its sums would be in another order
         return NotImplemented
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
     outline = tensor._outline.narrow(dim, begin, max(begin, stop) - begin)
-    return NotImplemented if part is None else tensor.like(part, outline=outline, is_part=True)
+    return NotImplemented if part is None else tensor.like(part, None, tensor._stored_as, outline, is_part=True)
 
 
-@_lazily(aten.split.Tensor)
 def _split(tensor: StoredTensor, size: int, dim: int = 0) -> Any:
     if size < 1:
         return NotImplemented
     parts = [_slice(tensor, dim, at, at + size) for at in range(0, tensor.shape[dim], size)]
     return NotImplemented if any(part is NotImplemented for part in parts) else parts
+
+
+StoredTensor.lazy.update({aten.slice.Tensor: _slice, aten.split.Tensor: _split})
 
 
 def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
@@ -448,11 +499,14 @@ def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
 
 
 def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
-    if tensor._steps or not isinstance(tensor._stored_as, Scaled | None):
+    if tensor._steps or not isinstance(tensor._stored_as, Scaled | Packed | None):
         return NotImplemented
     outline = tensor._outline.unsqueeze(dim)
     stored_as = None if tensor._stored_as is None else tensor._stored_as.unsqueeze(dim)
-    return tensor.like(tensor.source.view(tuple(outline.shape)), None, stored_as, outline)
+    if not isinstance(tensor._stored_as, Packed):
+        return tensor.like(tensor.source.view(tuple(outline.shape)), None, stored_as, outline)
+    one = tensor.source.view((1, *tensor.source.shape))
+    return NotImplemented if stored_as is None else tensor.like(one, None, stored_as)
 
 
 StoredTensor.lazy[aten.unsqueeze.default] = _unsqueeze
@@ -472,14 +526,26 @@ StoredTensor.lazy[aten.stack.default] = _stack
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    source = stored_as = None
+    made = None
     if all(isinstance(part, StoredTensor) and not part._steps and part.dtype == tensors[0].dtype for part in tensors):
-        formats = [part._stored_as for part in tensors if isinstance(part._stored_as, Scaled)]
-        if len(formats) == len(tensors):
-            stored_as = Scaled.concatenated(formats, [part.shape for part in tensors], dim % tensors[0].dim())
-        if stored_as is not None or all(part._stored_as is None for part in tensors):
-            source = concatenated([part.source for part in tensors], dim)
-    return cat_one_by_one(tensors, dim) if source is None else tensors[0].like(source, None, stored_as)
+        sources, formats = [part.source for part in tensors], [part._stored_as for part in tensors]
+        made = concatenated_as_stored(sources, formats, [part.shape for part in tensors], dim % tensors[0].dim())
+    return cat_one_by_one(tensors, dim) if made is None else tensors[0].like(made[0], None, made[1])
+
+
+def concatenated_as_stored(
+    sources: Sequence[Source], formats: Sequence[WeightFormat | None], shapes: Sequence[Sequence[int]], dim: int
+) -> tuple[Source, WeightFormat | None] | None:
+    """Returns where weights of these shapes are, and how they are stored, when concatenated; None if they cannot be."""
+    stored_as = None
+    for kind in (Scaled, Packed):
+        of_kind: list[Any] = [form for form in formats if isinstance(form, kind)]
+        if len(of_kind) == len(formats):
+            stored_as = kind.concatenated(of_kind, shapes, dim)
+    if stored_as is None and any(form is not None for form in formats):
+        return None
+    source = concatenated(sources, dim)
+    return None if source is None else (source, stored_as)
 
 
 StoredTensor.lazy[aten.cat.default] = _cat
@@ -510,16 +576,24 @@ def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = 
 StoredTensor.lazy[aten.clone.default] = _clone
 
 
-@_lazily(aten.embedding.default)
 def _embedding(weight: Any, indices: torch.Tensor, *_: Any, **__: Any) -> Any:
     """Reads only the rows in ``indices`` if these are few."""
-    if not isinstance(weight, StoredTensor) or isinstance(indices, StoredTensor) or weight.dim() != 2:
+    if not isinstance(weight, StoredTensor) or isinstance(indices, StoredTensor) or weight.dim() != 2 or weight._steps:
+        return NotImplemented
+    if weight._stored_as is not None and weight._stored_as.of_rows(1) is None:
         return NotImplemented
     unique, inverse = torch.unique(indices, return_inverse=True)
     numbers = unique.tolist()
     if not numbers or numbers[0] < 0 or numbers[-1] >= weight.shape[0]:
         return NotImplemented  # torch then raises the error
-    rows = weight._weights.open().rows(weight.source, numbers)
+    rows = weight._weights.open().rows(weight.source, numbers, weight.shape[0])
     if rows is None:
         return NotImplemented
+    if weight._stored_as is not None and (form := weight._stored_as.of_rows(len(numbers))) is not None:
+        values = torch.empty(len(numbers), weight.shape[1], dtype=weight.dtype, device=rows.device)
+        form.expand(rows.view(-1), values)
+        return values[inverse]
     return rows.to(weight.dtype)[inverse]
+
+
+StoredTensor.lazy[aten.embedding.default] = _embedding

@@ -6,13 +6,14 @@ import contextlib
 import fnmatch
 import os
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nvme_ops.filesystem.publication import open_to_read
-from nvme_ops.formats import quantized
+from nvme_ops.formats import KINDS, Kind
+from nvme_ops.formats.quantizing import QuantizationError, packed_as
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import handle_of
@@ -49,7 +50,7 @@ def stream_weights(
     device: str | torch.device | None = None,
     compute_on_host: bool = False,
     exclude: str | Sequence[str] = (),
-    quantize: Literal["int8"] | None = None,
+    quantize: Kind | None = None,
     handle: aio_handle | None = None,
 ) -> Streamed:
     """Moves the weights of a model to storage and reads them, in bounded memory, while it computes.
@@ -82,10 +83,11 @@ def stream_weights(
         exclude: names of parameters and buffers that stay as they are, in memory, or patterns such as ``"lm_head.*"``
             (``fnmatch``). They come on top of the budget, as do parameters that are trained. A tied weight stays if any
             of its names is among them.
-        quantize: ``"int8"`` stores matrices in 8 bits per value with a scale for each row, and expands them when they
-            are used. A model that waits for storage gains, as this is half the bytes of bfloat16. The output changes:
-            each value is off by up to 1/254 of the largest in its row; ``stats().quantization_error`` has the relative
-            error. Embeddings, vectors and small matrices stay as they are.
+        quantize: stores matrices in fewer bits, and expands them when they are used: a model that waits for storage
+            gains. ``"int8"``, half the bytes of bfloat16, has a scale for each row, and each value is off by up to
+            1/254 of the largest in its row. ``"int4"`` and ``"mxfp4"``, little more than a quarter, have one for each
+            32 of a row, of which the number must be a multiple; the head stays as it is then. So do embeddings, vectors
+            and small matrices always. ``stats().quantization_error`` has the relative error.
         handle: moves the weights; one for the whole process when None.
 
     Raises:
@@ -93,8 +95,8 @@ def stream_weights(
             weights, it is streamed already, ``exclude`` names nothing, or torch's quantization has packed its weights.
         OSError: the folder cannot be used; ENOSPC: it has not enough room.
     """
-    if quantize not in (None, "int8"):
-        raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
+    if quantize not in (None, *KINDS):
+        raise ValueError(f"quantize must be None or {', '.join(map(repr, KINDS))}, not {quantize!r}")
     require_switches(compute_on_host=compute_on_host)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -123,7 +125,7 @@ def stream_weights(
             files.append(WeightFile(fd, path, its_handle, checked=False))
             undo.callback(files[-1].close)
         weights = Weights()
-        matrices = _matrices(model) if quantize else set[int]()
+        matrices = dict.fromkeys(quantizable(model, quantize), quantize) if quantize else {}
         stored, error = _write(slabs, files, tensors, matrices, weights, target)
         with _restored(model) as before:
             before.callback(_move, kept, own)
@@ -214,14 +216,17 @@ def _packed(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def _matrices(model: torch.nn.Module) -> set[int]:
+def quantizable(model: torch.nn.Module, kind: Kind) -> set[int]:
     """Returns the ids of the parameters that may be quantized."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = None if kind == "int8" else find()
     embeddings = {
         id(tensor)
         for module in model.modules()
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         for tensor in module.parameters(recurse=False)
     }
+    embeddings |= {id(tensor) for tensor in (() if head is None else head.parameters())}
     return {
         id(tensor)
         for tensor in model.parameters()
@@ -233,21 +238,20 @@ def _write(
     slabs: StripedSlabs,
     files: Sequence[WeightFile],
     tensors: dict[int, torch.Tensor],
-    matrices: set[int],
+    matrices: Mapping[int, Kind],
     weights: Weights,
     device: torch.device,
 ) -> tuple[dict[int, StoredTensor], float]:
     """Writes tensors in their order; returns them as stored ones, by id, and the relative error of quantization."""
     stored: dict[int, StoredTensor] = {}
-    squared_error = squares = 0.0
+    error = QuantizationError()
     with InFlight(_WRITES, abandon=True) as in_flight:
         for key, tensor in tensors.items():
             dtype, stored_as = tensor.dtype, None
-            if key in matrices:
-                values, scale = quantized.quantize(tensor)
-                squared_error += float((quantized.expand(values, scale, torch.float32) - tensor.detach()).pow_(2).sum())
-                squares += float(tensor.detach().float().pow(2).sum())
-                tensor, stored_as = values, quantized.Scaled(scale)
+            if key in matrices and (packed := packed_as(matrices[key], tensor)) is not None:
+                values, stored_as = packed
+                error.add(tensor, values, stored_as)
+                tensor = values
             pieces = slabs.allocate(tensor.nbytes)
             transfers: list[IoFuture] = []
             slabs.move(pieces, to_store(tensor), transfers, write=True, priority=Priority.WRITEBACK)
@@ -264,7 +268,7 @@ def _write(
                 stored[key] = StoredTensor(weights, source, dtype, device, stored_as, outline, (step,))
     for file in files:
         file.note_size()
-    return stored, (squared_error / squares) ** 0.5 if squares else 0.0
+    return stored, error.relative
 
 
 def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> None:

@@ -249,9 +249,8 @@ def stream(
     least = max(least_budget([*weights_alone, *others]), at_once_stored) + expanding
     room = budget - sum(source.nbytes for source in buffers) - least
     if room < 0:
-        name = "memory_budget" if device.type == "cpu" else "device_budget"
         raise ValueError(
-            f"a {name} of {size_words(total)} is too small for this model: at least "
+            f"a {budgets.name} of {size_words(total)} is too small for this model: at least "
             f"{least_words(total - room)} are needed, {size_words(least)} of them for its largest weights"
         )
     at_start = kept_from_the_start([source.nbytes for source in weights_alone], min(room, budget // _SHARE))
@@ -301,7 +300,7 @@ def stream(
         taken = in_pages(beside + total_small + expanding)
         lent = [memory.lend(taken)] if taken else []
     experts = Experts(residency, shares[1], routed, host_experts) if share else None
-    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for, host)
+    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for, host, budgets.name)
     if memory is not None:
         smallest = max(expert_sizes, default=0) if share else 0
         window.set_needs(in_pages(certain + smallest), nbytes + share)

@@ -76,6 +76,7 @@ class Window(Policy[_Weight]):
         packed: weights that hold those of experts.
         share_of_experts: how many of so many bytes for all weights are for those of experts.
         host: has some of the weights that do not stay, on an accelerator.
+        budget_name: of the argument that says how much memory there is.
     """
 
     patience = 60.0
@@ -95,8 +96,9 @@ class Window(Policy[_Weight]):
         packed: Container[Source] = (),
         share_of_experts: Callable[[int], int] = lambda _: 0,
         host: HostCopies | None = None,
+        budget_name: str = "device_budget",
     ) -> None:
-        self._residency, self._host = residency, host
+        self._residency, self._host, self._budget_name = residency, host, budget_name
         super().__init__(residency.lock, share, host or ModelFiles(), WindowStats())
         # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
         self._expanding = tier_on(share.device, expanding).share() if expanding else None
@@ -159,8 +161,8 @@ class Window(Policy[_Weight]):
         rest = [source for source in sources if source not in fetched]
         if (size := sum(source.room for source in rest)) > self.share.nbytes and len(rest) > 1:
             raise MemoryError(
-                f"one operation uses {len(rest)} weights, {size_words(size)} together, but the memory_budget leaves "
-                f"only {size_words(self.share.nbytes)} for them"
+                f"one operation uses {len(rest)} weights, {size_words(size)} together, but the {self._budget_name} "
+                f"leaves only {size_words(self.share.nbytes)} for them"
             )
         weights = {weight: weight for weight in map(self._weight, rest)}
         return fetched | dict(zip(rest, self._residency.fetch_together(self, weights) if weights else (), strict=True))
@@ -199,19 +201,23 @@ class Window(Policy[_Weight]):
     def _weight(self, source: Source) -> _Weight:
         return self._weights.get(source) or self._weights.setdefault(source, _Weight(source, self.share.device))
 
-    def rows(self, source: Source, indices: Sequence[int]) -> torch.Tensor | None:
-        """Returns some rows of a matrix in new memory, or None if it is better read as a whole."""
-        if len(indices) * MANY_ROWS > source.shape[0]:
+    def rows(self, source: Source, indices: Sequence[int], count: int) -> torch.Tensor | None:
+        """Returns what is stored of some rows of a matrix that has so many, in new memory.
+
+        None if it is better read as a whole.
+        """
+        if len(indices) * MANY_ROWS > count:
             return None
+        shape = source.shape[1:] if source.shape[0] == count else (source.nbytes // source.dtype.itemsize // count,)
         weight = self._weight(source)
         while (held := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
             values, arrival, queued = held
             if arrival is None or self._residency.await_arrival(self, weight, arrival, begun=False):
                 if queued is not None:
                     queued.before(values.device)
-                return values[list(indices)]
-        row = source.nbytes // source.shape[0]
-        memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self.share.device)
+                return values.view(count, *shape)[list(indices)]
+        row = source.nbytes // count
+        memory = torch.empty((len(indices), *shape), dtype=source.dtype, device=self.share.device)
         targets, extents = [], []
         for place, index in enumerate(indices):
             parts = source.range(index * row, row)
@@ -250,7 +256,7 @@ class Window(Policy[_Weight]):
         """Raises MemoryError for a weight that is larger than the budget."""
         if entry.nbytes > self.share.nbytes:
             raise MemoryError(
-                f"a weight of {size_words(entry.source.nbytes)} is used as a whole, but the memory_budget leaves "
+                f"a weight of {size_words(entry.source.nbytes)} is used as a whole, but the {self._budget_name} leaves "
                 f"only {size_words(self.share.nbytes)} for it"
             )
 
@@ -400,9 +406,9 @@ def memory_for(budget: int, sources: Iterable[Source]) -> int:
 
 def least_budget(sources: Sequence[Source]) -> int:
     """Returns the least budget, in bytes: the largest matrix and bias, which one operation may use together."""
-    spans = [(source.room, len(source.shape)) for source in sources]
-    largest = max((size for size, _ in spans), default=0)
-    return largest + max((size for size, dimensions in spans if dimensions < 2), default=0)
+    largest = max((source.room for source in sources), default=0)
+    vectors = [source for source in sources if len(source.shape) < 2 and source.dtype != torch.uint8]  # packed matrices
+    return largest + max((source.room for source in vectors), default=0)
 
 
 def read_now(sources: Sequence[Source]) -> list[torch.Tensor]:
