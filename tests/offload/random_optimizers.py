@@ -22,7 +22,8 @@ import torch
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.optimizer import nvme_optimizer
 from nvme_ops.offload.optimizer import states as optimizer_states
-from nvme_ops.offload.optimizer.chunks import HALF, MASTER
+from nvme_ops.offload.optimizer.chunks import HALF
+from nvme_ops.offload.optimizer.state_dtypes import MASTER
 from tests.offload.elsewhere import apart, values
 from tests.offload.elsewhere import same as differ
 from tests.offload.random_model import through_file

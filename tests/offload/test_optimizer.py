@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 import signal
 import threading
@@ -23,9 +25,11 @@ from nvme_ops.storage.striped import StripedSlabs
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.moments import Interrupt, numbers
+from tests.offload.elsewhere import alone
 from tests.offload.elsewhere import same as differ
 from tests.offload.test_optimizer_kept import small, train
-from tests.offload.training import Twins, adamw, backward, equal, make_small_chunks, network, states, values
+from tests.offload.training import Twins, adamw, backward, equal, network, states, values
+from tests.restrictions import refuse
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +38,7 @@ def _no_thread_is_left() -> Iterator[None]:
     assert "nvme_ops-optimizer" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.fixture
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small_chunks(monkeypatch.setattr)
-
-
-SMALL_CHUNKS = pytest.mark.usefixtures(_small_chunks.__name__)
+SMALL_CHUNKS = pytest.mark.usefixtures("small_chunks")
 BUDGETS = {"none": "1M", "some": "3M", "all": "8M"}  # that hold so many of the states of ``network``
 
 
@@ -401,6 +400,37 @@ def test_a_failure_is_raised_by_the_step_which_can_go_on(folder: Path, free: boo
         assert free is any(param.grad is None for layer in twins.mine for param in layer.parameters())
         for _, optimizer in twins.both():
             optimizer.step()
+        assert twins.apart() == ""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="a system call is refused by its number on x86_64")
+@pytest.mark.parametrize("then", ["step", "zero_grad", "close"])
+@alone
+def test_memory_that_the_system_refuses_the_thread(folder: Path, then: str) -> None:
+    """That of the buffers. The filter of system calls is of one thread, and the next step has another."""
+    mmap = 9
+
+    def without_memory(*given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            refuse(mmap, errno.ENOMEM)
+        return update(*given)
+
+    with Twins(folder, ours={"overlap": "backward", "free_gradients": True}) as twins:
+        update = twins.ours._states.update
+        with mock.patch.object(twins.ours._states, "update", without_memory):
+            twins.backward(0)
+            if then == "step":
+                with pytest.raises(MemoryError, match="Cannot allocate memory") as caught:
+                    twins.ours.step()
+                assert "step 1 of NvmeOptimizer: 0 of" in caught.value.__notes__[0]
+        if then == "close":
+            return
+        if then == "zero_grad":
+            twins.ours.zero_grad()
+        else:
+            for _, optimizer in twins.both():
+                optimizer.step()
+        twins.step(1)
         assert twins.apart() == ""
 
 

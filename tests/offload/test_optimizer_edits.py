@@ -15,7 +15,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from nvme_ops.offload.optimizer.chunks import MASTER
+from nvme_ops.offload.optimizer.state_dtypes import MASTER
 from tests.conftest import run_python
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty
@@ -52,12 +52,15 @@ def test_many_small_ones_do_too(count: int) -> None:
     run_python(PROGRAM, count)
 
 
-def test_a_gradient_that_comes_later_than_others_in_the_backward_pass(folder: Path) -> None:
+@pytest.mark.parametrize("chunks", [None, "parameter"])
+def test_a_gradient_that_comes_later_than_others_in_the_backward_pass(folder: Path, chunks: Any) -> None:
     """While one has no momentum buffer, torch's foreach rounds the others' otherwise."""
-    mine, other = made(torch.bfloat16), made(torch.bfloat16)
+    scalar = torch.tensor(0.5, dtype=torch.bfloat16)
+    mine, other = ([*made(torch.bfloat16), torch.nn.Parameter(scalar.clone())] for _ in range(2))
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "foreach": True}
     plain = torch.optim.SGD(other, **options)
-    ours: dict[str, Any] = {"memory_budget": "1M", "master_weights": False, "overlap": "backward"}
+    budget = "1M" if chunks is None else "8M"
+    ours = {"memory_budget": budget, "master_weights": False, "overlap": "backward", "chunks": chunks}
     with NvmeOptimizer(mine, torch.optim.SGD, folder, **ours, **options) as optimizer:
         for step in range(4):
             for params, its_optimizer in ((mine, optimizer), (other, plain)):

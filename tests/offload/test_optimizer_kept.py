@@ -37,7 +37,7 @@ from tests.contract.adapters import WrongResultError
 from tests.contract.faulty import WrappedEngine
 from tests.crashing_save import kill_at, save_under_strace
 from tests.faults import promises_keep
-from tests.offload.training import adamw, equal, make_small_chunks, values
+from tests.offload.training import adamw, equal, values
 
 PAGE = 4096
 
@@ -201,11 +201,11 @@ def attempted_twice(optimizer: NvmeOptimizer, model: torch.nn.Module, handle: Ac
 
 @pytest.mark.parametrize("budget", ["1M", "2M"])  # the second holds some of the states
 @pytest.mark.parametrize(("act", "steps", "number"), [(loaded, 1, 5), (loaded, 2, 2), (attempted_twice, 1, 2)])
+@pytest.mark.usefixtures("small_chunks")
 def test_killed_before_a_commit_it_goes_on_with_the_one_before(
-    folder: Path, act: Callable[..., None], steps: int, number: int, budget: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, act: Callable[..., None], steps: int, number: int, budget: str
 ) -> None:
     """What is committed is not written, whichever place it is in."""
-    make_small_chunks(monkeypatch.setattr)
 
     def child() -> None:
         torch.set_num_threads(1)
@@ -473,10 +473,10 @@ def test_killed_before_its_flush_a_step_counts_until_the_next_boot(
 
 @pytest.mark.parametrize("budget", ["1M", "2M"])
 @pytest.mark.parametrize(("file", "then"), [("slab", "step"), ("record", "save_states"), ("record", "load_states")])
+@pytest.mark.usefixtures("small_chunks")
 def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
-    folder: Path, flushes: Flushes, file: str, then: str, budget: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, flushes: Flushes, file: str, then: str, budget: str
 ) -> None:
-    make_small_chunks(monkeypatch.setattr)
 
     def is_it(name: str) -> bool:
         return (Path(name) in records(folder)) is (file == "record")

@@ -1,4 +1,4 @@
-"""``NvmeOptimizer``: any elementwise optimizer of torch, with its states on storage.
+"""``NvmeOptimizer``: an optimizer of torch, elementwise or of whole parameters, with its states on storage.
 
 A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
 The states have two places on storage. A step reads one and writes the other, so the states of the step before stay
@@ -27,26 +27,36 @@ from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import is_dense
+from nvme_ops.memory.pool import charge_of
 from nvme_ops.offload.budgets import budgets_of
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.optimizer import saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.chunks import (
-    ELEMENTWISE,
     HALF,
-    MASTER,
     Chunk,
+    Chunks,
     Division,
     MemoryLayout,
-    Region,
+    ParameterLayout,
     Version,
     divide,
+    needs_whole,
     options_of,
     outline,
     regions_of,
+    whole_bytes,
 )
 from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.records import session_name, warn_of_others
+from nvme_ops.offload.optimizer.state_dtypes import (
+    MASTER,
+    Region,
+    StateDtype,
+    from_bitsandbytes,
+    packed,
+    require_state_dtype,
+)
 from nvme_ops.offload.optimizer.states import OptimizerStats, States, buffers_of
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.parameters.gradients import require_one_rank
@@ -55,19 +65,6 @@ MIN_BUDGET = 1 * MIB  #: bytes of the smallest budget
 
 
 Path = str | os.PathLike[str]
-
-
-def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Returns the class. Raises TypeError unless it is one of ``ELEMENTWISE``."""
-    if not any(optimizer is getattr(torch.optim, name, None) for name in ELEMENTWISE):
-        if isinstance(optimizer, torch.optim.Optimizer):
-            name = type(optimizer).__name__
-            raise TypeError(
-                f"an optimizer was given, not its class: NvmeOptimizer(params, torch.optim.{name}, folder, ...)"
-            )
-        name = getattr(optimizer, "__qualname__", repr(optimizer))
-        raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
-    return optimizer
 
 
 def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
@@ -86,8 +83,8 @@ def _layout_of(parameter: torch.Tensor) -> MemoryLayout:
 
 
 def _without_strides(made: Any) -> Any:
-    optimizer, master, parameters, regions = made
-    return optimizer, master, [[described[:2] for described in group] for group in parameters], regions
+    optimizer, master, parameters, *rest = made
+    return optimizer, master, [[described[:2] for described in group] for group in parameters], rest
 
 
 def _identities(parameters: Iterable[torch.Tensor]) -> list[Any]:
@@ -97,7 +94,7 @@ def _identities(parameters: Iterable[torch.Tensor]) -> list[Any]:
 
 
 class NvmeOptimizer(Closing, torch.optim.Optimizer):
-    """An elementwise ``torch.optim`` optimizer whose states are on storage.
+    """A ``torch.optim`` optimizer whose states are on storage.
 
         optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
 
@@ -111,7 +108,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them, as for any optimizer.
-        optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
+        optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``, or whole
+            parameters, ``Muon``; or another one, see ``chunks``.
         folder: where the states go; several folders, one on each device, share them by their measured rates.
         host_budget: bytes of host memory, a size such as ``"32G"``, or ``"auto"``: most of what is free; 256 MiB when
             None. These suffice for states on their way. More holds states, page-locked for parameters on an
@@ -135,13 +133,22 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             ``memory``, await their update.
         checksums: keep a CRC-32C of each chunk and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
+        state_dtype: in which moments are stored, which are float32 to the optimizer, in ``state_dict`` and in
+            ``state``. ``"int8"`` as by bitsandbytes' 8-bit optimizers: blocks of 256, each with a scale, of parameters
+            of 4,096 elements or more. ``"bfloat16"``, rounded stochastically. ``master_weights`` stay float32.
+        seed: of that rounding: the same one gives the same bits, also after a kill, or from a state dict with ``step``.
+        chunks: for a class of your own: ``"elements"`` if it updates each element by itself, else ``"parameter"``: it
+            then gets whole parameters, of which a buffer has to hold each with its states. What a step keeps must be
+            scalars in ``state[parameter]``, or have the parameter's shape from the first step on.
         defaults: keywords for ``optimizer_class``.
 
     Raises:
-        TypeError: the optimizer is not elementwise, such as ``LBFGS``.
-        ValueError: the budget is below 1 MiB, there are no parameters, or one has gaps in its memory; with ``reuse``,
-            the states are of other parameters or another optimizer, or were made with a larger budget; with
-            ``overlap``, there are several ranks and parameters that are no DTensors.
+        TypeError: the optimizer is neither, such as ``LBFGS``, and ``chunks`` is None.
+        ValueError: the budget is below 1 MiB, or two buffers for the largest whole parameter; ``state_dtype`` is for
+            moments, and the optimizer has other states or does not compute them in float32; there are no parameters, or
+            one has gaps in its memory; with ``reuse``, the states are of other parameters or another optimizer, of
+            another ``state_dtype``, or were made with a larger budget; with ``overlap``, there are several ranks and
+            parameters that are no DTensors.
         BlockingIOError: another program is using the kept states.
         OSError: the folder cannot be used.
     """
@@ -162,13 +169,18 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         free_gradients: bool = False,
         checksums: bool = False,
         handle: aio_handle | None = None,
+        state_dtype: StateDtype | None = None,
+        seed: int = 0,
+        chunks: Chunks | None = None,
         **defaults: Any,
     ) -> None:
         if isinstance(params, torch.nn.Module | type):
             what = "a module" if isinstance(params, torch.nn.Module) else f"the class {params.__name__}"
             raise TypeError(f"params must be parameters, not {what}: model.parameters()")
         require_switches(master_weights=master_weights, reuse=reuse, free_gradients=free_gradients, checksums=checksums)
-        self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
+        self._whole = needs_whole(optimizer_class, chunks)
+        self._class, self._options, self._master = optimizer_class, defaults, master_weights
+        self._state_dtype = require_state_dtype(state_dtype)
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         self._failed_with: list[Any] = []  # identities of the gradients of a failed step
@@ -181,7 +193,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._order: list[Chunk] = []  # in which their gradients became complete last time
         self._most_gradients: int | None = None  # bytes that may await their update
         self._handle = handle_of(handle)
-        super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
+        if self._whole:  # a class of whole parameters may refuse some shapes
+            made = optimizer_class(params, **defaults)
+            super().__init__(made.param_groups, made.defaults)
+            del made
+        else:
+            super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         pinned = any(parameter.device.type != "cpu" for parameter in self._parameters())
         if pinned and host_budget is not None:
             host_budget = host_bytes(host_budget)
@@ -192,15 +209,23 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             what = "memory_budget" if host_budget is None else "host_budget"
         else:
             what = "a quarter of memory" if given.host is None else "a sixteenth of Memory(host=)"
-        if (budget := buffers_of(given)[1]) < MIN_BUDGET:
+        least = self._bytes_of_largest()
+        _, budget, buffer = buffers_of(given, least)
+        if budget < MIN_BUDGET:
             raise ValueError(f"{what} must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
+        if buffer < least:
+            needed, in_all = (size_words(count * charge_of(least)) for count in (1, 2))
+            raise ValueError(
+                f"{what}, {size_words(budget)}, must be at least {in_all}: two buffers of {needed} for the largest "
+                "parameter, which has to be whole"
+            )
         with contextlib.ExitStack() as undo:
             self._states = States(
                 folder, session_name(folder, name, reuse), reuse=reuse, given=given, pinned=pinned,
-                checksums=checksums, handle=self._handle,
+                checksums=checksums, handle=self._handle, least=least,
             )  # fmt: skip
             undo.callback(self._states.close)
-            self._updates = Updates(self._class, defaults, self._states)
+            self._updates = Updates(self._class, defaults, self._states, seed)
             if free_gradients:
                 self._states.when_done = self._free_gradients
                 self._most_gradients = self._states.budget
@@ -233,7 +258,17 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
         Returns:
             None if it is of other parameters or another optimizer.
+
+        Raises:
+            ValueError: the states are stored in another dtype.
         """
+        kept = made[4].get("state_dtype") if len(made) > 4 and isinstance(made[4], dict) else None
+        if kept != self._state_dtype:
+            theirs, ours = (f"state_dtype={dtype!r}" for dtype in (kept, self._state_dtype))
+            raise ValueError(
+                f"these states were kept with {theirs}, and this NvmeOptimizer is made with {ours}: make it with "
+                f"{theirs}, or move them by state_dict() and load_state_dict(), which convert"
+            )
         try:
             strides = {
                 parameter: tuple(map(int, described[2]))
@@ -384,7 +419,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         """Returns the states as the optimizer itself does, and ``master_weights`` with them.
 
         The tensors are mapped from a file without a name beside the states: the system can reclaim their memory when it
-        needs it. They do not change with later steps.
+        needs it. They do not change with later steps. Those of a ``state_dtype`` are float32, so the optimizer itself
+        can load them too, and ``load_state_dict`` makes the same bytes of them again.
 
         Raises:
             OSError: the device fails, or is full (ENOSPC).
@@ -400,6 +436,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces the groups' options and all states, for example by those that torch's optimizer has saved.
+
+        With any ``state_dtype`` they may be in any other, or those of bitsandbytes' 8-bit Adam, AdamW, SGD, RMSprop or
+        Adagrad, which with ``"int8"`` are taken over exactly.
 
         Load the parameters before: missing ``master_weights`` are copied from them. If this fails or is interrupted,
         all options and states stay as they were.
@@ -423,7 +462,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 for number, parameter in zip(theirs["params"], group["params"], strict=True):
                     if number in state:
                         given = {  # torch.distributed.checkpoint has looked for those that are {} in vain
-                            name: value for name, value in state[number].items() if not isinstance(value, dict) or value
+                            name: value
+                            for name, value in from_bitsandbytes(self._class.__name__, state[number]).items()
+                            if not isinstance(value, dict) or value
                         }
                         states[parameter] = self._as_of_now(group, given, parameter.device)[1]
             versions = saved.write_states(self._states, states, self._needed, groups=self.param_groups)
@@ -442,7 +483,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
         State dicts of earlier versions lack options such as ``foreach``, and have numbers in place of tensors.
         """
-        sample = torch.zeros(1, device=device)
+        sample = torch.zeros(1, *[1] * self._whole, device=device)
         inner = self._class([sample], **self._options)
         options = {name: value for name, value in group.items() if name != "params"}
         states: dict[torch.Tensor, dict[str, Any]] = {sample: dict(state)} if state else {}
@@ -645,16 +686,18 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         chunks = self._states.division.chunks[:] if first else []
         identities: list[list[Any]] = []
         described: list[list[Any]] = []
+        count = 0  # of parameters
         every = self._parameters()
         if len(every) != len(set(map(id, every))):
             raise ValueError("a parameter is more than once in the parameter groups")
         for number, group in enumerate(self.param_groups):
-            regions: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
-            new: dict[torch.Tensor, tuple[MemoryLayout, tuple[Region, ...]]] = {}
+            regions: dict[Any, tuple[Region, ...]] = {}
+            new: dict[torch.Tensor, ParameterLayout] = {}
             identities.append(_identities_of(group["params"]))
             described.append([])
             for place, parameter in enumerate(group["params"]):
-                kind, layout = (parameter.dtype, parameter.device), _layout_of(parameter)
+                shape = parameter.shape if self._whole or self._state_dtype else None  # on which states depend then
+                kind, layout = (parameter.dtype, parameter.device, shape), _layout_of(parameter)
                 if strides is not None and (stride := strides.get(parameter, layout.stride)) != layout.stride:
                     layout = MemoryLayout(layout.shape, stride)
                     identities[-1][place] = None  # none that a parameter can have
@@ -662,14 +705,18 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 if number >= first:
                     if kind not in regions:
                         regions[kind] = self._regions(group, parameter)
-                    new[parameter] = layout, regions[kind]
+                    new[parameter] = ParameterLayout(layout, regions[kind], count, self._whole)
+                count += 1
             chunks += divide(new, number, self._states.buffer)
             if self._overlap:
                 require_one_rank(group["params"])
         for number, chunk in enumerate(chunks):
             chunk.number = number
         names = [[region.name for region in chunk.regions] for chunk in chunks]
-        return Division(chunks, identities, [self._class.__name__, self._master, described, names])
+        made = [self._class.__name__, self._master, described, names]
+        if self._state_dtype is not None:  # else it is as earlier versions have made it
+            made.append({"state_dtype": self._state_dtype})
+        return Division(chunks, identities, made)
 
     def _after_arranging(self) -> None:
         """Notes the options of groups, and adds hooks to parameters that may get a gradient."""
@@ -689,7 +736,16 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
         """Returns the elementwise states that the optimizer keeps of a parameter with the group's current options."""
-        return regions_of(self._class, group, parameter, self._master and parameter.dtype in HALF)
+        master = self._master and parameter.dtype in HALF
+        regions = regions_of(self._class, self._options, group, parameter, master, self._whole)
+        return packed(regions, self._state_dtype, parameter, self._class.__name__)
+
+    def _bytes_of_largest(self) -> int:
+        """Returns the bytes of a buffer that the largest parameter needs if they are to be whole, else 0."""
+        if not self._whole:
+            return 0
+        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        return max((whole_bytes(parameter, self._regions(group, parameter)) for group, parameter in pairs), default=0)
 
     def _needed(self, chunk: Chunk) -> Collection[str]:
         """Returns the names of elementwise states that parameters with any states must have."""

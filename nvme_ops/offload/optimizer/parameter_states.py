@@ -153,9 +153,10 @@ class ParameterStates(MutableMapping[str, Any]):
         elements = flat(whole)
 
         def take(chunk: Chunk, buffer: torch.Tensor) -> None:
-            view = chunk.views(buffer)[name]
+            views = chunk.views(buffer)
             for part in slices[chunk]:
-                elements[part.begin : part.end].copy_(view[part.place])
+                chunk.expand(buffer, views, part)
+                elements[part.begin : part.end].copy_(views[name][part.place])
 
         states.copy_out(slices, take)
         return sharded(whole, self.parameter)

@@ -26,7 +26,6 @@ from nvme_ops.formats import safetensors_format
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.optimizer.chunks import (
-    MASTER,
     NOTHING,
     Chunk,
     Division,
@@ -34,10 +33,12 @@ from nvme_ops.offload.optimizer.chunks import (
     Slice,
     Version,
     cloned,
+    is_scalar,
     local,
     sharded,
 )
 from nvme_ops.offload.optimizer.records import required, scalars_to_json
+from nvme_ops.offload.optimizer.state_dtypes import MASTER
 from nvme_ops.offload.optimizer.states import States
 from nvme_ops.storage.session import unnamed_file
 
@@ -54,7 +55,7 @@ def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict
             if part.parameter in entries or not names:
                 continue
             entries[part.parameter] = {name: cloned(scalars[name]) for name in names if name in scalars}
-            for name, dtype in chunk.regions:
+            for name, dtype, _ in chunk.regions:
                 if name not in names:
                     continue
                 if elements := part.layout.shape.numel():
@@ -71,6 +72,7 @@ def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             views, tensors, offsets = chunk.views(buffer), [], []
             for part in states.current[chunk].scalars:
+                chunk.expand(buffer, views, part)
                 for name, view in views.items():
                     if (part.parameter, name) in places:
                         tensors.append(view[part.place])
@@ -154,7 +156,7 @@ def _require(saved: Mapping[str, Any], chunk: Chunk, part: Slice, needed: Collec
         for name in needed:
             if saved.get(name) is None:
                 raise ValueError(f"there is no {name!r} of a parameter of shape {shape}")
-        for name, dtype in chunk.regions if strict else ():
+        for name, dtype, _ in chunk.regions if strict else ():
             value = saved.get(name)
             if isinstance(value, torch.Tensor) and value.dtype != dtype:
                 raise ValueError(
@@ -162,12 +164,10 @@ def _require(saved: Mapping[str, Any], chunk: Chunk, part: Slice, needed: Collec
                     f"{dtype}: convert it, or delete the parameter's entry in optimizer.state"
                 )
     for name, value in saved.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if name in (MASTER, *chunk.names):
+        if name in (MASTER, *chunk.names) and isinstance(value, torch.Tensor):
             if local(value).shape != part.layout.shape:
                 raise ValueError(f"{name!r} of shape {tuple(value.shape)} is for a parameter of shape {shape}")
-        elif value.dim():
+        elif not is_scalar(value):
             raise ValueError(
                 f"there is {name!r} of a parameter of shape {shape}, which this NvmeOptimizer has no room for: "
                 "make it with the options of the optimizer that was saved, or leave these states out"
@@ -183,7 +183,8 @@ def _fill(
         for name, value in saved.items()
         if name not in (MASTER, *chunk.names)
     }
-    for name, view in chunk.views(buffer).items():
+    views = chunk.views(buffer)
+    for name, view in views.items():
         if saved.get(name) is None:
             if name == MASTER:
                 with contextlib.closing(chunk.borrowed([part])) as parts:
@@ -193,6 +194,7 @@ def _fill(
                 scalars[name] = None
             continue
         view[part.place].copy_(part.part_of(saved[name]))
+    chunk.pack(buffer, views, part, scalars)
     return scalars
 
 
@@ -259,9 +261,7 @@ def from_file(
         except (LookupError, ValueError) as error:
             raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
         if (division := division_for(record["made"])) is None:
-            raise ValueError(
-                f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
-            )
+            raise ValueError(f"{path} has the states of other parameters, of another optimizer, or of another budget")
         try:
             described = record["chunks"]
             scalars = {chunk: chunk.scalars_in(described[chunk.number][1]) for chunk in division.chunks}

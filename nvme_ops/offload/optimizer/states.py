@@ -33,7 +33,7 @@ from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.memory.ring import Ring
 from nvme_ops.memory.tier import Share
 from nvme_ops.memory.torch_memory import large_tensors_pooled
-from nvme_ops.offload.memory import Buffers, Memory
+from nvme_ops.offload.memory import Buffers, HostBuffers, Memory
 from nvme_ops.offload.optimizer.chunks import IN_MEMORY, NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
 from nvme_ops.offload.residency.account import Account, rate_of_folders
@@ -47,14 +47,20 @@ _BUFFERS = 4
 _SLOTS = 2  # places of a chunk's states
 
 
-def buffers_of(given: int | Memory) -> tuple[int, int, int]:
-    """Returns the bytes of a budget for states that stay, as far as they are known yet, for buffers, and for each."""
-    room = room_beside_buffers(given, _BUFFER) if isinstance(given, int) else 0
+def buffers_of(given: int | Memory, least: int = 0) -> tuple[int, int, int]:
+    """Returns the bytes of a budget for states that stay, as far as they are known yet, for buffers, and for each.
+
+    Buffers have ``least`` bytes, or more, if there is room for two: one moves while the other is used.
+    """
+    charge = charge_of(least) if least else 0
+    wanted = max(_BUFFER, charge)
+    room = room_beside_buffers(given, wanted) if isinstance(given, int) else 0
     if isinstance(given, int):
         budget = given - room
     else:
         budget = given.nbytes // _BUFFERS if given.host is None else given.host_buffers.budget
-    return room, budget, min(_BUFFER, budget // _BUFFERS)
+    each = min(wanted, budget // _BUFFERS)
+    return room, budget, charge if each < least and 2 * charge <= budget else each
 
 
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
@@ -92,6 +98,7 @@ class States(Usable):
         pinned: whether the memory is page-locked, for copies from and to an accelerator.
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
+        least: bytes that a buffer must have.
     """
 
     _closed_error = "the NvmeOptimizer is closed"
@@ -107,6 +114,7 @@ class States(Usable):
         pinned: bool,
         checksums: bool,
         handle: aio_handle | None,
+        least: int = 0,
     ) -> None:
         self.division = Division()  #: of the parameters into chunks
         self.current: dict[Chunk, Version] = {}  #: the valid version of each chunk
@@ -125,17 +133,18 @@ class States(Usable):
         self._held: dict[Version, torch.Tensor] = {}  # the states of a version that stay in memory
         self._spare: torch.Tensor | None = None  # memory of such states that others have replaced
         #: Bytes of buffers; the most of one, which has a chunk with its backup.
-        self._room, self.budget, self.buffer = buffers_of(given)
+        self._room, self.budget, self.buffer = buffers_of(given, least)
         self._host: Share | None = None  # for what stays, unless it is in the memory of the buffers
         self._is_shared = isinstance(given, Memory)
         if isinstance(given, int):
             self._pool: Pool | Buffers = Pool(given, pinned=pinned)
         elif pinned and given.host is not None:
             self._pool, self._host = given.host_buffers, given.host.share()
+            given.host_buffers.users.add(self)
         else:
             self._pool = Buffers(given, "an optimizer", self.buffer)
         self.buffer = min(self.buffer, self._pool.largest)
-        depth = max(_BUFFERS, self.budget // _BUFFER)
+        depth = max(_BUFFERS, self.budget // max(_BUFFER, self.buffer))
         patience = None if self._host is None else Policy.patience
         self._ring = Ring(self._pool, buffer=self.buffer, depth=depth, patience=patience)
         self._other_transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those that the store does not know of
@@ -582,6 +591,8 @@ class States(Usable):
             except Exception as error:
                 failure = error
         self._closed, self._held, self._spare = True, {}, None
+        if isinstance(self._pool, HostBuffers):
+            self._pool.users.discard(self)
         self._undo.close()
         if failure is not None:
             raise failure

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nvme_ops.base.errors import free_frames
-from nvme_ops.offload.optimizer.chunks import HALF, MASTER, Chunk, Slice, cloned, options_of
+from nvme_ops.offload.optimizer.chunks import (
+    HALF,
+    Chunk,
+    Slice,
+    cloned,
+    is_of_torch,
+    options_of,
+    require_elementwise_states,
+)
+from nvme_ops.offload.optimizer.state_dtypes import MASTER, randomness
 from nvme_ops.offload.optimizer.states import States
 
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
@@ -34,10 +44,13 @@ class Updates:
         optimizer: the class of torch's optimizer.
         options: keywords for it, beside the options of the groups.
         states: has the chunks.
+        seed: of the random numbers by which states are rounded.
     """
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States) -> None:
-        self._class, self._options, self._states = optimizer, options, states
+    def __init__(
+        self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States, seed: int
+    ) -> None:
+        self._class, self._options, self._states, self._seed = optimizer, options, states, seed
         self._slow: tuple[int, set[_Kind]] = (-1, set())  # an attempt at a step and its slow_kinds
         #: Whether parameters or gradients on storage were lent since the caller has set this to False.
         self.has_lent = False
@@ -53,18 +66,19 @@ class Updates:
             return
         first = len(self._states.current[chunk].scalars) < len(chunk.slices)
         old, host = self._states.old_and_new(chunk, buffer)
-        memory = host
+        memory, values = host, chunk.values(buffer)
         if chunk.device.type != "cpu":
             memory = old.to(chunk.device)
+            values = torch.empty(chunk.bytes_of_values, dtype=torch.uint8, device=chunk.device)
         elif old is not host:
             host.copy_(old)
         try:
             with contextlib.closing(chunk.borrowed()) as parts:
                 for slices in parts:
                     self.has_lent |= slices[0].loan is not None
-                    self._compute(options_of(groups[chunk.group]), chunk, buffer, memory, slices)
+                    self._compute(options_of(groups[chunk.group]), chunk, buffer, (memory, values), slices)
         except BaseException as error:
-            del memory, old, host  # an accelerator may need it to put the parameters back
+            del memory, values, old, host  # an accelerator may need it to put the parameters back
             free_frames(error)
             raise
         if memory is not host:
@@ -77,15 +91,16 @@ class Updates:
         options: dict[str, Any],
         chunk: Chunk,
         buffer: torch.Tensor,
-        memory: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor],
         slices: Sequence[Slice],
     ) -> None:
-        """Updates some slices, with the chunk's states in ``memory`` on its device."""
+        """Updates some slices, with the chunk's bytes, and room for the values, on its device; see ``Chunk.views``."""
         on_host = chunk.device.type == "cpu"
-        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.current[chunk].scalars
+        views, backup, before = chunk.views(*states), chunk.backup(buffer), self._states.current[chunk].scalars
         nesterov = self._class is torch.optim.SGD and options["nesterov"]
         # These change gradients in place, but gradients must stay as they are in case the step fails.
         changes_gradients = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
+        is_users = not is_of_torch(self._class)  # which may change them, too
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
         for part in slices:
             parameter, gradient = part.loan or (part.parameter, part.parameter.grad)
@@ -103,18 +118,22 @@ class Updates:
                 gradient = chunk.gradients(buffer)[part.place].copy_(gradient) if on_host else gradient.to(target.dtype)
             else:
                 backup[part.place].copy_(values)
-                if changes_gradients:
+                if changes_gradients or is_users:
                     gradient = gradient.clone()
             chunk.updated.append(part)
             self._states.changed[chunk] = buffer
-            target.grad = gradient
-            given.append((part, values, target))
+            if part in before:
+                chunk.expand(states[0], views, part)
+            target = part.shaped(target)
+            target.requires_grad = is_users and part.parameter.requires_grad
+            target.grad = part.shaped(gradient)
+            given.append((part, part.shaped(values), target))
         if not given:
             return
         targets = [target for _, _, target in given]
         attempt, slow = self._slow
         if attempt == self._states.attempt and chunk.kind in slow:  # add an element without states, as in torch
-            targets.append(torch.zeros_like(targets[0][:1]))
+            targets.append(targets[0].new_zeros(1))
             targets[-1].grad = torch.zeros_like(targets[-1])
         inner = self._class([{**options, "params": targets}], **self._options)
         for part, _, target in given:
@@ -122,22 +141,28 @@ class Updates:
                 state = inner.state[target] = dict[str, Any]()
                 for name in chunk.names:
                     if name not in before[part]:
-                        state[name] = views[name][part.place]
+                        state[name] = part.shaped(views[name][part.place])
                 for name, value in before[part].items():
                     if value is not None:  # None stands for an elementwise state that the slice does not have yet
                         state[name] = cloned(value)
         inner.step()
         for part, values, target in given:
             scalars: dict[str, Any] = dict.fromkeys(chunk.names)
-            for name, value in inner.state[target].items():
+            made = inner.state[target]
+            require_elementwise_states(self._class, made, target, chunk.names)
+            for name, value in made.items():
                 if name not in views:
                     scalars[name] = value
                 elif value is not None:
                     del scalars[name]
-                    if value.data_ptr() != (view := views[name][part.place]).data_ptr():
+                    if value.data_ptr() != (view := part.shaped(views[name][part.place])).data_ptr():
                         view.copy_(value)
+            if chunk.bytes_of_values:  # a program that goes on from a state dict rounds as this one, by its step
+                step = int(scalars.get("step", self._states.stats.steps + 1))
+                random = functools.partial(randomness, self._seed, step, part.number, part.begin)
+                chunk.pack(states[0], views, part, scalars, random)
             chunk.scalars[part] = scalars
-            if target is not values:
+            if chunk.has_master:
                 values.copy_(target)
             target.grad = None
         inner.state.clear()
