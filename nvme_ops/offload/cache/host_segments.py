@@ -52,7 +52,7 @@ class TokenSegment(Entry):
         super().__init__(capacity * segments.token_bytes)
         self.segments, self.first, self.capacity = segments, first, capacity
         self.used = 0  #: tokens that are there
-        self.pieces: tuple[list[Piece], list[Piece]] = ([], [])  #: of the files, for the keys and for the values
+        self.pieces: list[list[Piece]] = []  #: of the files, for each part of what a layer has
 
     @property
     def stop(self) -> int:

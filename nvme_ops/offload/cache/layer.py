@@ -18,23 +18,58 @@ from nvme_ops.storage.joined import joined
 _CHUNK = 1 << 20  # bytes that are reordered at once
 
 
-class _Half(NamedTuple):
-    """The shape of the keys, or of the values."""
+#: Heads, width and dtype of keys or values.
+Kind = tuple[int, int, torch.dtype]
 
-    heads: int
-    width: int
-    dtype: torch.dtype
-    rows: int  # heads in the whole batch
+
+class PageLayout:
+    """How keys, values and what belongs to them lie in memory: part by part, in each the tokens of a head together.
+
+    Args:
+        batch: rows.
+        kinds: of the parts.
+    """
+
+    def __init__(self, batch: int, kinds: Sequence[Kind]) -> None:
+        self.batch, self.kinds = batch, list(kinds)
+        #: For each part, the number of rows, and the bytes of one token in each.
+        self.rows = [(batch * heads, width * dtype.itemsize) for heads, width, dtype in kinds]
+        self._sizes = [count * size for count, size in self.rows]
+        self.token_bytes = sum(self._sizes)  #: of one token in all parts
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in one row."""
-        return self.width * self.dtype.itemsize
+    def aligned(self) -> int:
+        """The fewest tokens that fill pages of memory and of a file in each row."""
+        return math.lcm(*(PAGE // math.gcd(size, PAGE) for _, size in self.rows))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one token in all rows."""
-        return self.rows * self.row_bytes
+    def bytes_in(self, memory: torch.Tensor, capacity: int) -> list[torch.Tensor]:
+        """Returns the bytes of each part, ``[rows, bytes]``, in memory that has room for ``capacity`` tokens."""
+        return [
+            part.view(count, capacity * size)
+            for part, (count, size) in zip(self._parts_of(memory, capacity), self.rows, strict=True)
+        ]
+
+    def parts_in(self, memory: torch.Tensor, capacity: int) -> list[torch.Tensor]:
+        """Returns each part, ``[batch, heads, capacity, width]``."""
+        return [
+            part.view(dtype).view(self.batch, heads, capacity, width)
+            for part, (heads, width, dtype) in zip(self._parts_of(memory, capacity), self.kinds, strict=True)
+        ]
+
+    def _parts_of(self, memory: torch.Tensor, capacity: int) -> Sequence[torch.Tensor]:
+        return torch.split(memory[: capacity * self.token_bytes], [capacity * size for size in self._sizes])
+
+    def reorder(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
+        """Makes row ``rows[i]`` of the batch its row i, of some of the tokens in memory."""
+        indices = rows.to(memory.device)
+        for part in self.parts_in(memory, capacity):
+            for some in part[:, :, begin : max(begin, end)].split(_tokens_at_once(part), dim=2):
+                some.copy_(some.index_select(0, indices))
+
+
+def _tokens_at_once(tokens: torch.Tensor) -> int:
+    """Returns how many tokens of ``[batch, heads, tokens, width]`` are reordered at once."""
+    return max(1, _CHUNK // max(1, tokens[:, :, :1].nbytes))
 
 
 class _Reordered(NamedTuple):
@@ -59,6 +94,9 @@ class PagedLayer(Entry):
     """
 
     batch = 0  #: rows; 0 until the shape of the keys and values is known
+    layout: PageLayout  #: of keys and values as attention sees them
+    stored: PageLayout  #: of what is in its memory and in the files
+    page: int  #: tokens
     device: torch.device  #: where they are used
     files: Segments
 
@@ -84,32 +122,20 @@ class PagedLayer(Entry):
 
     # Its shape
 
-    def shape(self, batch: int, kinds: Sequence[tuple[int, int, torch.dtype]], page_bytes: int) -> None:
-        """Sets how many rows there are, and the heads, width and dtype of the keys and of the values.
+    def shape(self, batch: int, kinds: Sequence[Kind], page_bytes: int) -> None:
+        """Sets how many rows there are, and the kinds of the keys and of the values.
 
         A page has at most ``page_bytes``, as far as its alignment allows.
         """
-        self.batch = batch
-        self._halves = [_Half(*kind, batch * kind[0]) for kind in kinds]
-        self._token_bytes = sum(half.nbytes for half in self._halves)
-        aligned = math.lcm(*(PAGE // math.gcd(half.row_bytes, PAGE) for half in self._halves))
-        self.page = aligned * max(1, page_bytes // (aligned * self._token_bytes))  #: tokens
-        self.tail_bytes = self.page * self._token_bytes
-
-    @property
-    def kinds(self) -> list[tuple[int, int, torch.dtype]]:
-        """Heads, width and dtype of the keys and of the values."""
-        return [(half.heads, half.width, half.dtype) for half in self._halves]
-
-    @property
-    def rows(self) -> list[tuple[int, int]]:
-        """For the keys and for the values, the number of rows and the bytes of one token in each."""
-        return [(half.rows, half.row_bytes) for half in self._halves]
+        self.batch, self.layout = batch, PageLayout(batch, kinds)
+        self.stored, aligned = self.layout, self.layout.aligned
+        self.page = aligned * max(1, page_bytes // (aligned * self.stored.token_bytes))
+        self.tail_bytes = self.page * self.stored.token_bytes
 
     @property
     def bytes_cached(self) -> int:
         """Bytes of the keys and values of the needed tokens."""
-        return (self.tokens - self._first) * self._token_bytes if self.batch else 0
+        return (self.tokens - self._first) * self.stored.token_bytes if self.batch else 0
 
     @property
     def bytes_stored(self) -> int:
@@ -118,7 +144,7 @@ class PagedLayer(Entry):
 
     def memory_needed(self, more: int) -> int:
         """Returns the bytes of memory that all needed and ``more`` tokens take."""
-        return max(1, self._page_ceil(self.tokens + more - self._page_floor(self._first)) * self._token_bytes)
+        return max(1, self._page_ceil(self.tokens + more - self._page_floor(self._first)) * self.stored.token_bytes)
 
     def has_room(self, more: int) -> bool:
         """Returns whether its memory has room for ``more`` tokens."""
@@ -126,42 +152,62 @@ class PagedLayer(Entry):
 
     def require_like(self, *given: torch.Tensor) -> None:
         """Raises ValueError unless keys and values have the shape of the tokens before."""
-        for half, states in zip(self._halves, given, strict=True):
-            if (self.batch, half.heads, half.width) != (states.shape[0], states.shape[1], states.shape[3]):
+        for (heads, width, _), states in zip(self.layout.kinds, given, strict=True):
+            if (self.batch, heads, width) != (states.shape[0], states.shape[1], states.shape[3]):
                 raise ValueError(
-                    f"layer {self.number} has keys or values of a batch of {self.batch}, {half.heads} heads of "
-                    f"{half.width}, and was given {tuple(states.shape)}"
+                    f"layer {self.number} has keys or values of a batch of {self.batch}, {heads} heads of "
+                    f"{width}, and was given {tuple(states.shape)}"
                 )
 
     # In memory
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens, for which there is room; returns the keys and values that attention sees."""
+    def expanded_bytes(self, nbytes: int) -> int:
+        """Returns the bytes of memory that ``expand`` fills if its own has ``nbytes``; 0: attention sees its own."""
+        del nbytes
+        return 0
+
+    def expand(self, memory: torch.Tensor) -> None:
+        """Fills other memory with keys and values as attention sees them."""
+        raise NotImplementedError
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, for which there is room; returns the keys and values that attention sees, in ``memory``."""
         before, after = self.tokens, self.tokens + keys.shape[2]
-        for which, states in enumerate((keys, values)):
-            self._typed(which)[:, :, before - self._base : after - self._base].copy_(states.detach())
+        parts = self.layout.parts_in(memory, self._capacity)
+        for part, states in zip(parts, (keys, values), strict=True):
+            part[:, :, before - self._base : after - self._base].copy_(states.detach())
         self.changed = True  # first: with full pages that no file has it must not leave memory
+        self._keep(before, after, parts)
         self.tokens = after
-        seen = 0 if self._window is None else max(0, before - self._window + 1)
-        visible = self._from(0, seen), self._from(1, seen)
+        seen = self._first_seen(before) - self._base
+        visible_keys, visible_values = (part[:, :, seen : after - self._base] for part in parts)
         if not self.recording:
             self._leave_window()
         self._note_changes()
-        return visible
+        return visible_keys, visible_values
 
-    def half(self, half: int) -> torch.Tensor:
-        """Returns the keys (0) or the values (1) that are kept, ``[batch, heads, tokens, width]``, in its memory."""
-        return self._from(half, self._first)
+    def half(self, half: int, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the keys (0) or the values (1) that are kept, ``[batch, heads, tokens, width]``, in ``memory``."""
+        part = self.layout.parts_in(memory, self._capacity)[half]
+        return part[:, :, self._first - self._base : self.tokens - self._base]
+
+    def content(self) -> list[torch.Tensor]:
+        """Returns all that it has of the needed tokens, ``[batch, heads, tokens, width]``."""
+        return [self.half(half, self._there()) for half in (0, 1)]
 
     def pages(self) -> list[torch.Tensor]:
-        """Returns the keys and the values in its memory from the beginning of the first needed page on."""
-        return [self._from(half, self._page_floor(self._first)) for half in (0, 1)]
+        """Returns what is in its memory, part by part, from the beginning of the first needed page on."""
+        first = self._page_floor(self._first) - self._base
+        return [part[:, :, first : self._stop - self._base] for part in self._parts()]
 
     def move_to(self, memory: torch.Tensor, pages: Sequence[torch.Tensor]) -> None:
         """Copies its ``pages`` to other memory, which has more room."""
+        parts = self.stored.parts_in(memory, memory.nbytes // self.stored.token_bytes)
+        for target, source in zip(parts, pages, strict=True):  # first: Ctrl-C must not leave other memory without them
+            target[:, :, : source.shape[2]].copy_(source)
         self._place(memory)
-        for which, source in enumerate(pages):
-            self._typed(which)[:, :, : source.shape[2]].copy_(source)
         self._written = max(self._written, self._base)  # earlier tokens are not needed
 
     # From and to the files
@@ -169,9 +215,9 @@ class PagedLayer(Entry):
     def load(self, memory: torch.Tensor, priority: Priority) -> tuple[IoFuture | None, int]:
         """Starts to read all needed tokens into memory; returns the transfer, if any, and its bytes. Raises OSError."""
         reads: list[IoFuture] = []
-        self._place(memory)
-        self._read_end, self._has_arrived = min(self._written, self.tokens), False
         try:
+            self._place(memory)
+            self._read_end, self._has_arrived = min(self._written, self._stop), False
             self.queued = self.files.copy(self._base, self._read_end, self._in_memory())
             nbytes = self.files.read(self._base, self._read_end, self._in_memory(), reads, priority)
             self._copy_rest(from_tail=True)
@@ -218,15 +264,15 @@ class PagedLayer(Entry):
         self._copy_rest(from_tail=False)
 
     def _copy_rest(self, from_tail: bool) -> None:
-        count = self.tokens - self._written
-        for half in (0, 1) if count > 0 and self.tail is not None else ():
-            ours = self._typed(half)[:, :, self._written - self._base : self.tokens - self._base]
-            tail = self._typed(half, self.tail, self.page)[:, :, :count]
-            target, source = (ours, tail) if from_tail else (tail, ours)
+        if (count := self.tokens - self._written) <= 0 or self.tail is None:
+            return
+        for part, tail in zip(self._parts(), self.layout.parts_in(self.tail, self.page), strict=True):
+            ours = part[:, :, self._written - self._base : self.tokens - self._base]
+            target, source = (ours, tail[:, :, :count]) if from_tail else (tail[:, :, :count], ours)
             target.copy_(source)
 
     def _unwritten(self) -> tuple[int, int]:
-        return max(self._written, self._page_floor(self._first)), self._page_floor(self.tokens)
+        return max(self._written, self._page_floor(self._first)), self._page_floor(self._stop)
 
     def _note_changes(self) -> None:
         begin, end = self._unwritten()
@@ -239,8 +285,7 @@ class PagedLayer(Entry):
 
         Raises RuntimeError if tokens that would be in the window again have been forgotten.
         """
-        first = 0 if self._window is None else max(0, tokens - self._window + 1)
-        if self._page_floor(first) < self._page_floor(self._first):
+        if self._page_floor(self._first_seen(tokens)) < self._page_floor(self._first):
             raise RuntimeError(
                 f"layer {self.number} has forgotten the tokens before its window of {self._window}: "
                 "call activate_past_recording() before what is to be undone"
@@ -267,23 +312,22 @@ class PagedLayer(Entry):
             at = last
         self._reordered = reordered
         if self.memory is not None:
-            self._reorder_tokens(self._base, self.tokens, rows)
-        elif self.tail is not None:
-            self._reorder_memory(self.tail, self.page, 0, self.tokens - self._written, rows)
+            self._reorder_tokens(self._base, self._stop, rows)
+        self._reorder_tail(rows)
 
     def select(
         self, rows: torch.Tensor, old: Sequence[torch.Tensor], memory: torch.Tensor, tail: torch.Tensor, files: Segments
     ) -> None:
-        """Goes on with these rows of ``old``, its halves, in other memory and files, of the ``shape`` set before."""
+        """Goes on with these rows of ``old``, its content, in other memory and files, of the ``shape`` set before."""
         self.files.cut(0)
         self.files, self._reordered, self.tail = files, [], tail
         self._place(memory)
         self._written = self._safe = self._base
-        for half, source in enumerate(old):
-            target, indices = self.half(half), rows.to(memory.device)
-            for begin in range(0, source.shape[2], step := self._chunk(half)):
-                part = source[:, :, begin : begin + step].index_select(0, indices)
-                target[:, :, begin : begin + step].copy_(part)
+        indices = rows.to(memory.device)
+        for target, source in zip(self.content(), old, strict=True):
+            parts = (tokens.split(_tokens_at_once(source), dim=2) for tokens in (target, source))
+            for to, some in zip(*parts, strict=True):
+                to.copy_(some.index_select(0, indices))
         self._note_changes()
 
     # Below
@@ -295,59 +339,47 @@ class PagedLayer(Entry):
         return -(-tokens // self.page) * self.page
 
     def _place(self, memory: torch.Tensor) -> None:
-        self.memory = self.values = memory
-        self._base, self._capacity = self._page_floor(self._first), memory.nbytes // self._token_bytes
-        self.own_tensors = tensors_over(memory)
+        base, own = self._page_floor(self._first), tensors_over(memory)
+        capacity = memory.nbytes // self.stored.token_bytes
+        self.memory = self.values = memory  # all or none of these: nothing is called from here on
+        self._base, self._capacity, self.own_tensors = base, capacity, own
 
     def _there(self) -> torch.Tensor:
         if self.memory is None:
             raise RuntimeError(f"layer {self.number} is not in memory")
         return self.memory
 
+    @property
+    def _stop(self) -> int:
+        """The first token that has no place in its memory."""
+        return self.tokens
+
+    def _keep(self, before: int, after: int, parts: Sequence[torch.Tensor]) -> None:
+        """Keeps tokens ``before`` to ``after``, which are added, if ``parts`` are not in its own memory."""
+
+    def _first_seen(self, tokens: int) -> int:
+        """Returns the first token that attention sees after ``tokens`` tokens."""
+        return 0 if self._window is None else max(0, tokens - self._window + 1)
+
     def _in_memory(self) -> Memory:
-        memory = self._there()
-        halves = [
-            self._part(which, memory, self._capacity).view(half.rows, self._capacity * half.row_bytes)
-            for which, half in enumerate(self._halves)
-        ]
-        return halves, self._base
+        return self.stored.bytes_in(self._there(), self._capacity), self._base
 
-    def _part(self, half: int, memory: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Returns the bytes of the keys or the values in memory that has room for ``capacity`` tokens."""
-        begin = half * capacity * self._halves[0].nbytes
-        return memory[begin : begin + capacity * self._halves[half].nbytes]
-
-    def _typed(self, half: int, memory: torch.Tensor | None = None, capacity: int = 0) -> torch.Tensor:
-        """Returns the keys or the values in memory, ``[batch, heads, capacity, width]``."""
-        if memory is None:
-            memory, capacity = self._there(), self._capacity
-        heads, width, dtype, _ = self._halves[half]
-        return self._part(half, memory, capacity).view(dtype).view(self.batch, heads, capacity, width)
-
-    def _from(self, half: int, first: int) -> torch.Tensor:
-        """Returns keys or values from token ``first`` on."""
-        return self._typed(half)[:, :, first - self._base : self.tokens - self._base]
-
-    def _chunk(self, half: int) -> int:
-        """Returns how many tokens are reordered at once."""
-        return max(1, _CHUNK // max(1, self._halves[half].nbytes))
+    def _parts(self) -> list[torch.Tensor]:
+        return self.stored.parts_in(self._there(), self._capacity)
 
     def _reorder_tokens(self, first: int, last: int, rows: torch.Tensor) -> None:
         """Reorders the batch of tokens ``first`` to ``last`` in memory."""
-        self._reorder_memory(self._there(), self._capacity, first - self._base, last - self._base, rows)
+        self.stored.reorder(self._there(), self._capacity, first - self._base, last - self._base, rows)
 
-    def _reorder_memory(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
-        indices = rows.to(memory.device)
-        for half in (0, 1):
-            tokens = self._typed(half, memory, capacity)
-            for at in range(begin, end, step := self._chunk(half)):
-                part = tokens[:, :, at : min(end, at + step)]
-                part.copy_(part.index_select(0, indices))
+    def _reorder_tail(self, rows: torch.Tensor) -> None:
+        """Reorders the batch of the tokens that only the tail has."""
+        if self.memory is None and self.tail is not None:
+            self.layout.reorder(self.tail, self.page, 0, self.tokens - self._written, rows)
 
     def _leave_window(self) -> None:
         if self._window is None:
             return
-        self._first = max(self._first, self.tokens - self._window + 1)
+        self._first = max(self._first, self._first_seen(self.tokens))
         gone = self._page_floor(self._first)
         self._reordered = [part for part in self._reordered if part.last > gone]
         self.files.drop(gone)

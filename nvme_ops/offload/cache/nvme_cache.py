@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache
@@ -26,6 +26,7 @@ from nvme_ops.base.text import bytes_of, counted, never_raising
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.budgets import Budgets, Size, budgets_of, says_what_is_free
 from nvme_ops.offload.cache.pager import CacheStats, Pager
+from nvme_ops.offload.cache.quantized_layer import DTYPES
 from nvme_ops.offload.memory import Memory, budget_of
 
 
@@ -74,7 +75,8 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             MemoryError: the layer in use does not fit the budget; the message says how much is needed.
             OSError: the disk is full (ENOSPC), or a file cannot be read or written.
             RuntimeError: gradients are required; the process is a forked child.
-            ValueError: the cache is closed, or the shape is not that of the tokens before.
+            ValueError: the cache is closed; the shape is not that of the tokens before; or with a ``dtype`` tokens that
+                are to be quantized, the newest ones excepted, are not finite: the layer is as it was.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError("NvmeCache is for inference: run the model under torch.no_grad()")
@@ -190,10 +192,14 @@ class NvmeCache(Closing, DynamicCache):
         config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
             recurrent state instead of keys and values are supported: their state stays in memory.
         handle: moves the bytes; one for the whole process when None.
+        dtype: ``"int8"`` or ``"float8"`` (E4M3): tokens are stored in 8 bits, in memory as in files, keys with a scale
+            for each channel and 64 tokens, values with one for each token and head; the newest 64 and up to a page more
+            stay as they are. None: all stay as they are.
 
     Raises:
         TypeError: neither a budget nor ``memory`` is given, or both are.
-        ValueError: a budget is no size, or the model has layers of a kind that is not supported.
+        ValueError: a budget is no size, there is no such ``dtype``, or the model has layers of a kind that is not
+            supported.
         OSError: the folder cannot be used.
     """
 
@@ -207,10 +213,13 @@ class NvmeCache(Closing, DynamicCache):
         memory: Memory | None = None,
         config: Any = None,
         handle: aio_handle | None = None,
+        dtype: Literal["int8", "float8"] | None = None,
     ) -> None:
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype must be None or {', '.join(map(repr, DTYPES))}, not {dtype!r}")
         given = _budgets(memory_budget, memory, device_budget, host_budget)
         layers = None if config is None else _layers_of(config)
-        self._pager = pager = Pager(folder, memory, given, handle)
+        self._pager = pager = Pager(folder, memory, given, handle, DTYPES[dtype] if dtype else None)
         if layers is not None:
             paged = (NvmeLayer, NvmeHybridLayer)
             Cache.__init__(
@@ -285,10 +294,10 @@ def _budgets(
             is_there = device_budget == "auto" or device.type == "cpu" or says_what_is_free(device)
         else:
             is_there = bytes_of("device_budget", device_budget, least=0) > 0
-        if is_there:
+        if is_there and device.type != "cpu":
             return device, budgets_of(device, None, None, device_budget, host)
-        device = torch.device("cpu")
-        return device, budgets_of(device, None, None, None, "auto" if host is None else host)
+        device, there = torch.device("cpu"), device_budget if is_there else None
+        return device, budgets_of(device, memory_budget, None, there, "auto" if host is None else host_budget)
 
     return budgets
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from nvme_ops.base.errors import free_frames
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.engine import Priority
@@ -20,6 +21,7 @@ from nvme_ops.memory.tier import Tier, in_pages, tier_on
 from nvme_ops.offload.budgets import Budgets
 from nvme_ops.offload.cache.host_segments import HostSegments
 from nvme_ops.offload.cache.layer import PagedLayer
+from nvme_ops.offload.cache.quantized_layer import QuantizedLayer
 from nvme_ops.offload.cache.segments import Segments
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.account import Account, rate_of_folders
@@ -30,7 +32,8 @@ from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 
-_PAGES = 2048  # the fewest in a budget, as far as their alignment allows
+_PAGES = 512  # the fewest in a budget, as far as their alignment allows
+_PAGES_SHARED = 2048  # the same in a shared Memory: the tails of many layers take less of it, more often a layer grows
 _LARGEST_PAGE = 1 << 20  # bytes
 _SPARE = 1.1  # how much more than it needs a layer may have
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
@@ -56,6 +59,10 @@ class _Room(Entry):
 
 class _Tail(_Room):
     """Memory for the tail of a layer."""
+
+
+class _Expanded(_Room):
+    """Memory for what is expanded of a layer while attention uses it."""
 
 
 class _Files:
@@ -84,12 +91,14 @@ class Pager(Policy[Entry]):
         given: says, for the device that the first keys and values come from, where they are and how much memory there
             is; None: in ``memory``, of the host.
         handle: moves the bytes.
+        dtype: in which keys and values are stored; None: their own.
     """
 
     _closed_error = "this NvmeCache is closed"
     _forked_error = "this NvmeCache is the parent process's: make one of its own in this one"
     patience = 0.0  # one thread uses it: nobody else will give memory back
     counts: CacheStats
+    _budget_name = "memory_budget"  # until it is known what says how much memory there is
 
     def __init__(
         self,
@@ -97,8 +106,10 @@ class Pager(Policy[Entry]):
         memory: Memory | None,
         given: Callable[[torch.device], tuple[torch.device, Budgets]] | None,
         handle: aio_handle | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._memory, self._given = memory, given  # until it is known where they are used
+        self._dtype = dtype
         self._residency = Residency() if memory is None else memory.residency
         super().__init__(self._residency.lock, Tier(0, torch.device("cpu")).share(), _Files(), CacheStats())
         self._host: HostSegments | None = None
@@ -124,17 +135,18 @@ class Pager(Policy[Entry]):
 
     def layer(self, number: int, window: int | None) -> PagedLayer:
         """Returns a new layer."""
-        return PagedLayer(number, window)
+        return PagedLayer(number, window) if self._dtype is None else QuantizedLayer(number, window, self._dtype)
 
-    def _set_budget(self, nbytes: int) -> None:
-        self.budget, self._page_bytes = nbytes, min(_LARGEST_PAGE, nbytes // _PAGES)
+    def _set_budget(self, nbytes: int, pages: int = _PAGES) -> None:
+        self.budget, self._page_bytes = nbytes, min(_LARGEST_PAGE, nbytes // pages)
 
     def _share(self, memory: Memory, device: torch.device) -> None:
         """Takes a part of memory that is shared. Raises ValueError if that is another device's, or too small."""
         self.share = memory.share(device)
+        self._budget_name = "memory_budget" if device.type == "cpu" else "device_budget"
         self.share.at_end = device.type == "cpu"  # layers do not lie among what gives way to them
         self.patience = Policy.patience  # for what others are reading into it
-        self._set_budget(memory.nbytes)
+        self._set_budget(memory.nbytes, _PAGES_SHARED)
         memory.join(self)
 
     def _place(self, device: torch.device) -> None:
@@ -146,6 +158,7 @@ class Pager(Policy[Entry]):
             self._share(budgets.own, device)
         else:
             self.share = tier_on(device, max(PAGE, budgets.nbytes // PAGE * PAGE)).share()
+            self._budget_name = budgets.name
             self._set_budget(budgets.nbytes)
         if host := budgets.host():
             self._host = HostSegments(device, budgets.host_tier().share(host), self._balance)
@@ -174,14 +187,20 @@ class Pager(Policy[Entry]):
         Raises:
             MemoryError: they do not fit the budget.
             OSError: the disk is full, or a read or a write failed. The layer is as it was.
-            ValueError: the shape is not that of the tokens before; or it is closed.
+            ValueError: the shape is not that of the tokens before; what is to be quantized is not finite, and the layer
+                is as it was; or it is closed.
         """
         self._use(layer)
         if not layer.batch:
             self.start(layer, keys, values)
         layer.require_like(keys, values)
-        self._bring(layer, keys.shape[2])
-        visible = layer.append(keys, values)
+        memory = self._open(layer, keys.shape[2])
+        try:
+            visible = layer.append(keys, values, memory)
+        except BaseException as error:  # whose traceback would keep the memory
+            del memory
+            free_frames(error)
+            raise
         self._using = False
         self._ahead(keys.shape[2])
         return visible[0].to(layer.device), visible[1].to(layer.device)
@@ -189,8 +208,7 @@ class Pager(Policy[Entry]):
     def half(self, layer: PagedLayer, half: int) -> torch.Tensor:
         """Returns the keys (0) or the values (1) that are kept. Raises as ``append``."""
         self._use(layer)
-        self._bring(layer, 0)
-        states = layer.half(half).to(layer.device)
+        states = layer.half(half, self._open(layer, 0)).to(layer.device)
         self._using = False
         self._ahead(0)
         return states
@@ -203,25 +221,32 @@ class Pager(Policy[Entry]):
         self._shrink(layer)
 
     def reorder(self, layer: PagedLayer, rows: torch.Tensor) -> None:
-        """Makes row ``rows[i]`` of the batch its row i; ``rows`` is on the CPU. Writes nothing if the size stays."""
+        """Makes row ``rows[i]`` of the batch its row i; ``rows`` is on the CPU. Writes nothing if the size stays.
+
+        Raises ValueError for rows that there are not, and for none.
+        """
         self.require_open()
         if not layer.tokens or torch.equal(rows, torch.arange(layer.batch, device="cpu")):
             return
+        if not len(rows) or not 0 <= int(rows.min()) <= int(rows.max()) < layer.batch:
+            raise ValueError(f"a batch of {layer.batch} cannot become one of its rows {rows.tolist()}")
         if len(rows) == layer.batch:
             self._end_transfers(layer)
             layer.reorder(rows)
             return
+        self._use(layer)  # or it could be written in the shape that it is to have
         self._bring(layer, 0)
         self._end_transfers(layer)
-        old, batch = [layer.half(half) for half in (0, 1)], layer.batch
-        layer.shape(len(rows), layer.kinds, self._page_bytes)
+        old, batch, kinds = layer.content(), layer.batch, layer.layout.kinds
+        layer.shape(len(rows), kinds, self._page_bytes)
         try:
             memory = self._room(_Room(layer, layer.memory_needed(0)))
             tail = self._room(_Tail(layer, layer.tail_bytes))
         except BaseException:
-            layer.shape(batch, layer.kinds, self._page_bytes)
+            layer.shape(batch, kinds, self._page_bytes)
             raise
         layer.select(rows, old, memory, tail, self._segments(layer))
+        self._using = False
 
     def reset(self, layer: PagedLayer) -> None:
         """Forgets a layer's tokens and shape."""
@@ -281,7 +306,7 @@ class Pager(Policy[Entry]):
     def allocate(self, entry: Entry) -> torch.Tensor | None:
         """Returns memory; tails, which never leave, lie at its end, and nowhere among what others need."""
         is_tail = isinstance(entry, _Tail)
-        memory = self.share.allocate(entry.nbytes, at_end=is_tail)
+        memory = self.share.allocate(entry.nbytes, at_end=is_tail or isinstance(entry, _Expanded))
         if memory is not None and is_tail and self.share.at_end and not self.share.is_inside(memory):
             return None
         return memory
@@ -328,7 +353,9 @@ class Pager(Policy[Entry]):
 
     def out_of_memory(self, entry: Entry) -> MemoryError:
         """Returns an error that says what is needed, or what others have."""
-        layer, nbytes = _layer(entry), in_pages(entry.nbytes)
+        layer = _layer(entry)
+        stored = layer.nbytes if isinstance(entry, _Expanded) else entry.nbytes
+        nbytes = in_pages(stored) + in_pages(layer.expanded_bytes(stored))
         tails = sum(in_pages(paged.tail_bytes) for paged in {*self._layers, layer})
         if nbytes + tails > self.share.nbytes:
             return MemoryError(
@@ -344,12 +371,8 @@ class Pager(Policy[Entry]):
 
     # Below
 
-    @property
-    def _budget_name(self) -> str:
-        return "memory_budget" if self.share.device.type == "cpu" else "device_budget"
-
     def _segments(self, layer: PagedLayer) -> Segments:
-        return Segments(self._slabs, layer.number, layer.rows, layer.page, self._host)
+        return Segments(self._slabs, layer.number, layer.stored.rows, layer.page, self._host)
 
     def _use(self, layer: PagedLayer) -> None:
         """Notes that this layer is in use until another one is. Raises as ``require_open`` does."""
@@ -361,13 +384,38 @@ class Pager(Policy[Entry]):
             self._cycled = True
         self._current, self._using = place, True
 
+    def _open(self, layer: PagedLayer, more: int) -> torch.Tensor:
+        """Brings a layer; returns the memory in which attention sees it. Raises as ``append`` does."""
+        self._bring(layer, more)
+        if layer.memory is None:
+            raise RuntimeError(f"layer {layer.number} is not in memory")
+        if not (nbytes := layer.expanded_bytes(layer.memory.nbytes)):
+            return layer.memory
+        try:
+            memory = self._room(_Expanded(layer, nbytes))
+        except MemoryError:  # there is no room in one piece: what is read ahead may leave, and this layer comes back
+            for other in self._layers:
+                if other.arrival is not None:
+                    other.arrival.exception()
+            self._residency.put_away(self, layer)
+            for other in self._layers:
+                self._close_gap(other)
+            self._fetch(layer)
+            memory = self._room(_Expanded(layer, nbytes))
+        try:
+            layer.expand(memory)
+        except BaseException as error:  # whose traceback would keep the memory
+            del memory
+            free_frames(error)
+            raise
+        return memory
+
     def _bring(self, layer: PagedLayer, more: int) -> None:
         """Brings all needed tokens into memory, with room for ``more``. Raises as ``append`` does."""
         layer.nbytes = nbytes = layer.memory_needed(more)
         if layer.memory is None or not layer.has_room(more):
             self._ask(nbytes)
-        self._residency.fetch(self, layer, layer)
-        layer.arrive()
+        self._fetch(layer)
         if layer.has_room(more):
             return
         pages = layer.pages()
@@ -377,13 +425,16 @@ class Pager(Policy[Entry]):
         except MemoryError:  # there is no room beside the old memory
             pages.clear()
             self._residency.put_away(self, layer)
-            self._residency.fetch(self, layer, layer)
-            layer.arrive()
+            self._fetch(layer)
+
+    def _fetch(self, layer: PagedLayer) -> None:
+        self._residency.fetch(self, layer, layer)
+        layer.arrive()
 
     def _close_gap(self, layer: PagedLayer) -> None:
         """Moves a layer's tail to the end of the memory, where layers that have grown have left gaps between tails."""
         with self.lock:
-            tail, before = self.share.allocate(layer.tail_bytes, at_end=True), layer.tail
+            tail, before = self.share.allocate(max(1, layer.tail_bytes), at_end=True), layer.tail
             if tail is not None and before is not None and self.share.place(tail) > self.share.place(before):
                 layer.tail = tail.copy_(before)
 
@@ -413,10 +464,11 @@ class Pager(Policy[Entry]):
         self._ask(0)
 
     def _sizes(self, more: int = 0) -> tuple[dict[PagedLayer, int], int]:
-        """Returns the memory that each layer takes with ``more`` tokens, and that of all tails."""
+        """Returns the memory that each layer takes with ``more`` tokens, and that of tails and of an expanded layer."""
         layers = [layer for layer in self._layers if layer.batch]
         sizes = {layer: in_pages(layer.memory_needed(more)) for layer in layers}
-        return sizes, sum(in_pages(layer.tail_bytes) for layer in layers)
+        expanded = max((in_pages(layer.expanded_bytes(size)) for layer, size in sizes.items()), default=0)
+        return sizes, sum(in_pages(layer.tail_bytes) for layer in layers) + expanded
 
     def _end_transfers(self, layer: PagedLayer) -> None:
         """Waits for those of a layer, which is to be changed."""

@@ -20,7 +20,7 @@ from nvme_ops.storage.striped import Piece, StripedSlabs
 
 _AHEAD = 8 << 20  # bytes of keys for which an extent has room beyond what is written, at most
 
-#: The bytes of keys and of values in memory, ``[rows, bytes]`` each, and the token at which the rows begin.
+#: The bytes of each part, keys and values, in memory, ``[rows, bytes]``, and the token at which the rows begin.
 Memory = tuple[Sequence[torch.Tensor], int]
 
 
@@ -30,7 +30,7 @@ class Segments:
     Args:
         slabs: where the tokens go.
         number: the layer's, for messages.
-        rows: for the keys and for the values, the number of rows and the bytes of one token in each.
+        rows: for each part, keys and values, the number of rows and the bytes of one token in each.
         page: what is written, and where it begins, is a multiple of so many tokens.
         host: has tokens rather than the files, as far as it has memory.
     """
@@ -45,7 +45,7 @@ class Segments:
     ) -> None:
         self._slabs, self._number, self._rows, self._page, self._host = slabs, number, rows, page, host
         self._sizes = [count * size for count, size in rows]  # bytes of one token in all rows
-        self.token_bytes = sum(self._sizes)  #: of keys and values
+        self.token_bytes = sum(self._sizes)  #: of all parts
         self._segments: list[TokenSegment] = []
         self.writes: list[IoFuture] = []  #: those that may be under way
 
@@ -111,7 +111,7 @@ class Segments:
     def store(self, segment: TokenSegment) -> tuple[IoFuture, int]:
         """Starts to write a segment that is in host memory; returns the transfer and its bytes. Raises OSError."""
         transfers: list[IoFuture] = []
-        if not segment.pieces[0]:
+        if not segment.pieces:
             segment.pieces = self._pieces(segment.capacity)
         try:
             self._move(segment, segment.first, segment.stop, self._in_host(segment), transfers, Priority.WRITEBACK)
@@ -171,8 +171,8 @@ class Segments:
         segment.pieces = self._pieces(capacity)
         return segment
 
-    def _pieces(self, capacity: int) -> tuple[list[Piece], list[Piece]]:
-        pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    def _pieces(self, capacity: int) -> list[list[Piece]]:
+        pieces: list[list[Piece]] = [[] for _ in self._sizes]
         try:
             for mine, size in zip(pieces, self._sizes, strict=True):
                 mine += self._slabs.allocate(capacity * size)
@@ -212,7 +212,7 @@ class Segments:
         return list(zip(*spans, strict=True))
 
     def _spans(self, memory: Memory, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yields tokens ``begin`` to ``end`` in each row of the keys, then of the values."""
+        """Yields tokens ``begin`` to ``end`` in each row, part by part."""
         halves, base = memory
         for half, (count, size) in zip(halves, self._rows, strict=True):
             for row in range(count):
