@@ -9,6 +9,8 @@ for example:
   nvme-checkpoint convert model.pt model.safetensors
   nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, to
                                                    safetensors beside them
+  nvme-checkpoint convert --to mxfp4 Llama-3-8B Llama-3-8B-MXFP4
+                                                   weights in 4 bits, for vLLM
   nvme-checkpoint clean checkpoints                what killed saves have left
 
 exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff
@@ -27,12 +29,19 @@ from typing import Any, NamedTuple
 from nvme_ops import __version__
 from nvme_ops.base.command_line import command, command_line, in_flags, say
 from nvme_ops.base.progress import byte_bar
-from nvme_ops.base.text import columns_text, fitted, printable, size_words
+from nvme_ops.base.text import columns_text, fitted, printable, share_words, size_words
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.filesystem.publication import OpenFiles
+from nvme_ops.formats import KINDS
 from nvme_ops.formats.contents import Contents
 
-_FLAGS = {"format=": "--format", "max_shard_size": "--max-shard-size", "checksums=False": "--no-checksums"}
+_FLAGS = {
+    "to=": "--to",
+    "exclude=": "--exclude",
+    "format=": "--format",
+    "max_shard_size": "--max-shard-size",
+    "checksums=False": "--no-checksums",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +68,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
     command.add_argument("--format", choices=FORMATS, help="of TARGET, instead of the one that its name implies")
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
+    words = "pack the model in folder SOURCE in the layout of compressed-tensors, into a new folder"
+    command.add_argument("--to", choices=KINDS, help=words)
+    words = "tensors, or patterns, that --to leaves as they are, as it does the head, embeddings and routers"
+    command.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help=words)
     command.add_argument("--no-checksums", action="store_true", help="store no checksums")
     command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
     words = "remove what killed saves left in a folder; files of running saves are kept"
@@ -84,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for line in result.lines:
                     print(printable(line))
             status = max(status, result.status)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         say(f"nvme-checkpoint: {in_flags(error, _FLAGS)}")
         return 2
     return status
@@ -170,6 +183,7 @@ def _diff(args: argparse.Namespace) -> Iterator[_Result]:
 
 def _convert(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.convert import convert
+    from nvme_ops.checkpoint.request import listed
 
     done = convert(
         args.source,
@@ -179,10 +193,15 @@ def _convert(args: argparse.Namespace) -> Iterator[_Result]:
         max_shard_size=args.max_shard_size,
         checksums=not args.no_checksums,
         verify=not args.no_verify,
+        to=args.to,
+        exclude=args.exclude,
         on_progress=lambda total: byte_bar(total, "convert"),
     )
     lines = [f"{name}: the same tensor as {stored}, which is stored" for name, stored in done.tied.items()]
-    yield _Result(done, [*lines, f"[OKAY] {done.path}: {done.tensors} tensors, {size_words(done.bytes)}"])
+    if done.kept:
+        lines.append(f"{size_words(sum(done.kept.values()))} of matrices stay as they are: {listed(done.kept)}")
+    error = f"; {share_words(done.error)} off (root mean square of the packed values)" if args.to else ""
+    yield _Result(done, [*lines, f"[OKAY] {done.path}: {done.tensors} tensors, {size_words(done.bytes)}{error}"])
 
 
 if __name__ == "__main__":

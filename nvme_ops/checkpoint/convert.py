@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -21,11 +21,12 @@ from nvme_ops.checkpoint.contents import OnProgress, damaged
 from nvme_ops.checkpoint.format import format_name, plan_for
 from nvme_ops.checkpoint.framed import SMALL
 from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
+from nvme_ops.checkpoint.packed_model import PackedModel, beside
 from nvme_ops.checkpoint.request import FileFormat, SaveOptions, entries_error, listed
 from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.filesystem.publication import OpenFiles, open_leased
-from nvme_ops.formats import safetensors_format, torch_pickle
+from nvme_ops.formats import KINDS, Kind, safetensors_format, torch_pickle
 from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
@@ -52,6 +53,8 @@ class Conversion:
     tensors: int
     bytes: int
     tied: dict[str, str] = field(default_factory=dict)  # names that are not stored -> names that have their values
+    kept: dict[str, int] = field(default_factory=dict)  # with ``to=``: matrices that stay as they are, and their bytes
+    error: float = 0.0  # with ``to=``: root mean square error of what was packed, relative to its values
 
 
 def convert(
@@ -63,6 +66,8 @@ def convert(
     max_shard_size: int | str | None = None,
     checksums: bool = True,
     verify: bool = True,
+    to: Kind | None = None,
+    exclude: str | Sequence[str] = (),
     on_progress: _Begin | None = None,
 ) -> Conversion:
     """Writes the tensors of one checkpoint as another one, atomically, in about 80 MiB of memory.
@@ -79,6 +84,10 @@ def convert(
         max_shard_size: as in ``nvme_ops.save``.
         checksums: as in ``nvme_ops.save``.
         verify: first compare the checksums that the source has, so that damaged bytes get no new ones.
+        to: packs the model in the folder ``source`` as ``"int8"``, ``"int4"`` or ``"mxfp4"``, into a folder that has
+            none yet, in the layout of compressed-tensors, by which ``"mxfp4"`` is computed in bfloat16; what else the
+            folder has is copied. Needs transformers.
+        exclude: names of tensors that then stay as they are, or patterns such as ``"*.visual.*"`` (``fnmatch``).
         on_progress: given the total of bytes, returns a context manager that yields an ``OnProgress``.
 
     Raises:
@@ -86,10 +95,20 @@ def convert(
         FormatError: the source is damaged.
         ChecksumError: some of its tensors do not match their checksums.
         ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
-            that the format of the target cannot store.
+            that the format of the target cannot store. With ``to``: the source is no model that transformers has, or
+            is quantized already, or the target has one.
     """
     options = SaveOptions(checksums=checksums, max_shard_size=max_shard_size)
-    attempt = functools.partial(_convert, source, target, key, format, options, verify, on_progress)
+    if to is not None:
+        if to not in KINDS:
+            raise ValueError(f"to must be one of {', '.join(map(repr, KINDS))}, not {to!r}")
+        if key or any(map(os.path.isfile, (source, target))) or format_name(target, format) != "sharded":
+            raise ValueError("to= packs the model in a folder, into another one")
+    elif exclude:
+        raise ValueError("exclude= is for to=, which packs weights")
+    patterns = [exclude] if isinstance(exclude, str) else exclude
+    pack = None if to is None else functools.partial(PackedModel, source, kind=to, exclude=patterns)
+    attempt = functools.partial(_convert, source, target, key, format, options, verify, on_progress, pack)
     for _ in range(_TRIES):
         with contextlib.suppress(ChangedFileError):  # such as where a killed save's second name of it is replaced
             return attempt()
@@ -97,10 +116,13 @@ def convert(
 
 
 def _convert(
-    source: str, target: str, key: str, format: str | None, options: SaveOptions, verify: bool, begin: _Begin | None
-) -> Conversion:
+    source: str, target: str, key: str, format: str | None, options: SaveOptions, verify: bool, begin: _Begin | None,
+    pack: Callable[..., PackedModel] | None,
+) -> Conversion:  # fmt: skip
     weights: Any = Weights()
+    model = None
     with contextlib.ExitStack() as ends:
+        copy = None if pack is None else ends.enter_context(beside(source, target))
         reader = _Reader(weights, ends, verify)
         is_dcp = os.path.exists(os.path.join(source, ".metadata"))
         tensors, metadata = reader.read_dcp(source, key) if is_dcp else reader.read(resolved(source), key)
@@ -109,6 +131,10 @@ def _convert(
             tensors, metadata = with_ties(tensors, metadata)
         else:
             tensors, tied = without_ties(_named(tensors, source))
+        if pack is not None and copy is not None:
+            model = pack(tensors, weights)
+            tensors = model.tensors
+            copy(model.settings)
         plan = plan_for(named(target), tensors, format, replace(options, metadata={**metadata, **tied}))
         path = plan.target(target)
         for replaced in _replaced(path):
@@ -123,10 +149,13 @@ def _convert(
             )
         # as they are written: files of torch begin with small ones
         ordered = sorted(plan.tensors, key=lambda value: is_torch * ((value.nbytes >= LARGE) + (value.nbytes >= SMALL)))
-        weights.window = _Pieces(ordered, (lambda _: None) if begin is None else ends.enter_context(begin(total)))
-        ends.callback(weights.window.reads.close)
+        weights.window = pieces = _Pieces(ordered)
+        if begin is not None:
+            pieces.on_progress = ends.enter_context(begin(total if model is None else pieces.nbytes))
+        ends.callback(pieces.reads.close)
         plan.write(target, shared_handle())
-    return Conversion(path, len(tensors), total, tied)
+    kept, error = ({}, 0.0) if model is None else (model.kept, model.error)
+    return Conversion(path, len(tensors), total, tied, kept, error)
 
 
 def _replaced(path: str) -> list[str]:
@@ -145,19 +174,20 @@ class _Pieces:
 
     Args:
         tensors: in the order in which they are written.
-        on_progress: gets the bytes of each piece when it is used.
     """
 
     room = staticmethod(lambda _, nbytes: empty(nbytes, dtype=torch.uint8))
 
-    def __init__(self, tensors: Iterable[torch.Tensor], on_progress: OnProgress) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         # of no more priority, since hardly anything is written while demanded reads are in flight
-        ring, self._on_progress = Ring(priority=Priority.PREFETCH), on_progress
+        ring = Ring(priority=Priority.PREFETCH)
+        self.on_progress: OnProgress = lambda _: None  #: gets the bytes of each piece when it is used
         parts = (part for tensor in tensors for part in cut(tensor, ring.piece) if isinstance(part, StoredTensor))
         # without repetitions: all pieces of a transposed tensor are made of all that is stored of it
         order = [next(some) for _, some in itertools.groupby((part.source for part in parts), attrgetter("extents"))]
         places = [Place(file.file, start, nbytes) for source in order for file, start, nbytes in source.extents]
         self.reads = ring.read(shared_handle(), places)  #: to be closed before the files
+        self.nbytes = sum(source.nbytes for source in order)  #: of all pieces
         self._order, self._last = iter(order), Source((), torch.uint8, (0,))
         self._values = self._whole = empty(max([0, *(source.nbytes for source in order)]), dtype=torch.uint8)
 
@@ -165,7 +195,7 @@ class _Pieces:
         """Returns what is stored, valid until another source is fetched."""
         while source.extents != self._last.extents:
             piece = self._last = next(self._order)
-            self._on_progress(piece.nbytes)
+            self.on_progress(piece.nbytes)
             try:
                 self._values = next(self.reads)
                 if self._values.nbytes < piece.nbytes:  # in several places, or larger than a buffer
