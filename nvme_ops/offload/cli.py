@@ -29,6 +29,7 @@ from nvme_ops.base.text import (
     share_words,
     size_words,
 )
+from nvme_ops.formats import KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +78,16 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="sizes (1 4 16 64)")
     command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
     command.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="after the prompt (128)")
+    words = "as stream_weights(quantize=) packs the weights of a model that is not"
+    command.add_argument("--quantize", choices=KINDS, help=words)
+    words = "in which keys and values are stored, as NvmeCache(dtype=)"
+    command.add_argument("--cache-dtype", choices=("int8", "float8"), help=words)
     command.add_argument(
         "--train", action="store_true",
         help="what to expect of training by AdamW on sequences of --prompt-length tokens; memory is for everything",
     )  # fmt: skip
+    words = "in which --train stores states, as NvmeOptimizer(state_dtype=)"
+    command.add_argument("--state-dtype", choices=("bfloat16", "int8"), help=words)
     command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
     command.add_argument("--watts", type=_amount, metavar="X", help="power of the machine (measured if possible)")
     command.add_argument("--device", metavar="cpu|cuda", help="where it computes (cuda where there is a GPU)")
@@ -122,7 +129,9 @@ def _size(text: str) -> int | str:
 def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
     made.add_argument(
-        "model", metavar="MODEL", help="a folder that save_pretrained wrote, a safetensors file in one, or org/name"
+        "model",
+        metavar="MODEL",
+        help="a folder of save_pretrained, a safetensors file in one, a GGUF file, or org/name",
     )
     made.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return made
@@ -140,25 +149,29 @@ class _Planned(NamedTuple):
 
 def _plan(args: argparse.Namespace) -> int:
     from nvme_ops.offload.plan.estimate import inference_text
-    from nvme_ops.offload.plan.probe import sizes_of
+    from nvme_ops.offload.plan.probe import expanding_rate, sizes_of
     from nvme_ops.offload.plan.training import training_text
     from nvme_ops.offload.weights.model_files import weight_files
 
     device, files = _device(args.device), weight_files(args.model)
     if args.folder is not None and not os.path.isdir(args.folder):
         raise ValueError(f"--folder {args.folder}: no folder")
+    if args.state_dtype and not args.train:
+        raise ValueError("--state-dtype is for --train")
+    if args.train and (args.quantize or args.cache_dtype):
+        raise ValueError("--quantize and --cache-dtype are not for --train")
     args.batch = sorted(set(args.batch))
     args.memory, args.host_memory = _budgets(args, device)
     steps = 2 if args.train else 1 + len(args.batch)
     with progress_bar(1 + steps * (1 if device.type == "cpu" else 2)) as step:
         step("sizes")
         with _opened(args, device) as model:
-            sizes, about = sizes_of(model)
-            parameters = list(model.parameters())
+            sizes, about = sizes_of(model, args.quantize)
+            parameters, expanding = list(model.parameters()), expanding_rate(model, args.quantize, device)
         _require_context(model.config, args.prompt_length + (0 if args.train else args.new_tokens))
         step("storage")
         planned = _Planned(args, device, model, about, step)
-        plan = _training(planned, files, parameters) if args.train else _inference(planned, files, sizes)
+        plan = _training(planned, files, parameters) if args.train else _inference(planned, files, sizes, expanding)
     if args.json:
         print(json.dumps(plan, indent=2))
     else:
@@ -178,6 +191,7 @@ def _training(planned: _Planned, files: Sequence[str], parameters: Sequence[torc
     step("computing")
     with _timing(about):
         trained = Layers(model, args.memory, device, args.memory).training(args.prompt_length, parameters)
+        trained = replace(trained, state_dtype=args.state_dtype)
         if device != CPU:
             bus = copy_rate(device)
             step("the CPU")
@@ -187,16 +201,19 @@ def _training(planned: _Planned, files: Sequence[str], parameters: Sequence[torc
     return training_plan(about, trained, machine, noise, args.batch, args.prompt_length)
 
 
-def _inference(planned: _Planned, files: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+def _inference(planned: _Planned, files: Sequence[str], sizes: Sizes, expanding: float) -> dict[str, Any]:
     from nvme_ops.offload.plan.estimate import estimate, inference_plan
     from nvme_ops.offload.plan.probe import CPU, Layers, computing_of, rates
 
     args, device, model, about, step = planned
     prompt, new = args.prompt_length, args.new_tokens
-    measured = rates(files, args.folder, device)
+    measured = replace(rates(files, args.folder, device), expanding=expanding)
     with _timing(about):
         layers = Layers(model, args.memory, device, measured.device_free)
-        sizes = replace(sizes, cache=layers.cache_bytes())
+        sizes = replace(sizes, **layers.cache_sizes(args.cache_dtype))
+        if args.cache_dtype:
+            about["cache_dtype"] = args.cache_dtype
+            measured = replace(measured, expanding_cache=layers.cache_rate(args.cache_dtype))
     fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
     joules, begin = _joules_from_now(device), time.perf_counter()
     times = prompt, prompt + new // 2
@@ -344,10 +361,11 @@ def _tokenizer(model: str, folder: str) -> Any:
 
     from nvme_ops.offload.weights.model_files import is_hub_name
 
-    if is_hub_name(model):
+    named = {"gguf_file": os.path.basename(model)} if model.endswith(".gguf") else {}
+    if named or is_hub_name(model):
         try:
-            return AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError):  # it has none
+            return AutoTokenizer.from_pretrained(folder if named else model, **named)
+        except (OSError, ValueError, KeyError):  # it has none
             return None
     if not any(os.path.exists(os.path.join(folder, name)) for name in _NAMES):
         return None

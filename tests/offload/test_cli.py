@@ -10,18 +10,23 @@ import re
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nvme_ops.base.text import MIB
+from nvme_ops.base.text import KIB, MIB
+from nvme_ops.checkpoint.convert import convert
+from nvme_ops.formats import KINDS
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
-from nvme_ops.offload import cli, from_pretrained, stream_weights
+from nvme_ops.offload import NvmeCache, cli, from_pretrained, stream_weights
+from nvme_ops.offload.cache.quantized_layer import DTYPES
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
 from nvme_ops.offload.weights.generation import GenerationStats
+from nvme_ops.offload.weights.stored import stored_in
 from tests.offload.llama import WORDS, saved_llama, saved_tokenizer
 
 transformers: Any = pytest.importorskip("transformers")
@@ -80,7 +85,49 @@ def test_the_plan_says_what_each_step_will_read(llama: Path) -> None:
         layers = Layers(model, BUDGET, CPU, 1 << 30)
         with pytest.raises(ValueError, match=r"a layer takes .* too much to time one in 1 MiB"):
             Layers(model, MIB, CPU, 2 * MIB)
-    assert layers.cache_bytes() == LAYERS * 2 * 2 * 64 * 4  # keys and values, heads, elements, bytes
+    assert layers.cache_sizes()["cache"] == LAYERS * 2 * 2 * 64 * 4  # keys and values, heads, elements, bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_plan_knows_a_cache_in_8_bits(dtype: Any, llama: Path, folder: Path, capsys: Capture) -> None:
+    with from_pretrained(llama, memory_budget=BUDGET) as model, torch.no_grad():
+        planned = replace(sizes_of(model)[0], **Layers(model, BUDGET, CPU, 1 << 30).cache_sizes(dtype))
+        stored, _, beside = planned.in_cache(2, 448)
+        one = stored // LAYERS
+        for budget, fits in ((stored + one + beside, True), (one + beside, True), (one + beside - 64 * KIB, False)):
+            with NvmeCache(folder, budget, dtype=dtype, config=model.config) as cache:
+                try:
+                    for part in torch.ones(2, 448, dtype=torch.long).split([447, 1], dim=1):
+                        model(part, cache=cache)
+                    assert fits
+                except MemoryError:
+                    assert not fits
+                    continue
+                assert (cache.stats().bytes_stored == 0) == (budget > stored + beside)
+    capsys.readouterr()
+    words = ("--batch", 1, 3, "--prompt-length", 284, "--new-tokens", 100)
+    plain, plan = (document(capsys, "plan", llama, *words, *more) for more in ([], ["--cache-dtype", dtype]))
+    assert plan["cache_bytes_per_token"] == planned.cache_stored < 0.32 * plain["cache_bytes_per_token"]
+    assert [batch["cache_bytes"] for batch in plan["batches"]] == [stored * 384 // 896, stored * 384 // 896 * 3]
+    assert "expanding_cache" not in plain["rates"]
+    for batch in plan["batches"]:
+        seconds = batch["cache_bytes"] / planned.cache_stored * planned.cache / plan["rates"]["expanding_cache"]
+        assert batch["expanding"] == pytest.approx(seconds)
+        assert batch["nvme"]["computing"] == pytest.approx(batch["no_offload"]["computing"] + seconds)
+    out, _ = run(capsys, "plan", llama, *words, "--cache-dtype", dtype)
+    assert f" of key-value cache for each token in {dtype}\n" in out
+    assert f"\nkeys in {dtype} are expanded at " in out
+    for word, other in (("--cache-dtype", dtype), ("--quantize", "int8")):
+        assert cli.main(["plan", str(llama), "--train", word, other, "--memory", "16M"]) == 2
+        assert "are not for --train" in capsys.readouterr().err
+
+
+def test_the_plan_knows_what_weights_that_all_tokens_use_expand_to(llama: Path) -> None:
+    with from_pretrained(llama, memory_budget=5 * MIB) as model:
+        layers = [weight for weight in map(stored_in, model.model.layers.parameters()) if weight is not None]
+        planned, plain = sizes_of(model, "int4")[0], sizes_of(model)[0]
+    assert plain.expanded == 0 < planned.expanded == sum(weight.nbytes for weight in layers)
+    assert plain.model - planned.model == pytest.approx(planned.expanded * (1 - 9 / 64), rel=0.001)  # of float32
 
 
 def mixtral() -> Any:
@@ -129,6 +176,39 @@ def test_the_plan_knows_lists_of_experts(folder: Path) -> None:
             experts = sizes_of(streamed)[0].experts
             assert (experts.experts, experts.used_per_token) == (4 * count, 8)
             assert 0 < experts.memory == streamed._nvme_window.experts.share.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_knows_what_packed_weights_take(kind: Any, folder: Path, capsys: Capture) -> None:
+    made = mixtral().bfloat16()
+    made.save_pretrained(folder / "model")
+    convert(str(folder / "model"), str(folder / "packed"), to=kind)
+    with from_pretrained(folder / "model", memory_budget="16M") as plain:
+        planned, about = sizes_of(plain, kind)
+    with stream_weights(made, folder, memory_budget="16M", quantize=kind) as streamed:
+        sizes, _ = sizes_of(streamed)
+    assert (planned.experts, planned.expanded) == (sizes.experts, sizes.expanded)
+    assert planned.model == pytest.approx(sizes.model, rel=0.01)
+    assert planned.experts.expanded == 4 * 16 * 3 * 128 * 128 * 2
+    share = {"int8": 1 / 2, "int4": 9 / 32, "mxfp4": 17 / 64}[kind]
+    assert planned.experts.expanded * share <= planned.experts.bytes < 1.3 * planned.experts.expanded * share
+    capsys.readouterr()
+    assert (about["stored_as"], planned.multiplied) == (kind, 4)
+    words = ("--batch", 1, 64, "--prompt-length", 2, "--new-tokens", 2)
+    plan = document(capsys, "plan", folder / "packed", *words, memory="16M")
+    assert [entry["expanding"] > 0 for entry in plan["batches"]] == [False, True]
+    assert plan["experts"]["bytes"] == pytest.approx(planned.experts.bytes, rel=0.3)  # they need not be whole pages
+    bits = {"int8": "8 bits, scales of bfloat16 for 128", "int4": "4 bits, scales of bfloat16 for 32"}
+    assert plan["stored_as"] == f"{bits.get(kind, '4 bits, scales of e8m0 for 32')} numbers"
+    out, _ = run(
+        capsys, "plan", folder / "model", "--quantize", kind, "--batch", 64, "--prompt-length", 8, memory="16M"
+    )
+    assert f"packed weights ({kind}) are expanded at" in out
+    assert "  expanding  " in out
+    assert cli.main(["plan", str(folder / "packed"), "--quantize", kind, "--memory", "16M"]) == 2
+    assert "are packed already" in capsys.readouterr().err
+    assert cli.main(["plan", str(folder / "packed"), "--state-dtype", "int8", "--memory", "16M"]) == 2
+    assert "--state-dtype is for --train" in capsys.readouterr().err
 
 
 def count_joules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from nvme_ops.offload import (
 from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.offload.llama import saved_llama
 from tests.offload.models import layers, nbytes
+from tests.offload.training import Twins
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(3, 199, (4, 200), generator=torch.Generator().manual_seed(5))
@@ -193,6 +194,35 @@ def test_all_of_training_shares_one_memory(folder: Path) -> None:
     assert all(share.peak > 0 for share in users.values())
     for one in (optimizer, gradients, saving, swapped):
         one.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_optimizers_step_as_alone_in_memory_for_a_buffer_of_each(folder: Path, overlap: Any) -> None:
+    """Also while one of them waits for gradients that never come; on an accelerator: test_saved_on_host.py."""
+    memory, kinds = Memory("4M"), (torch.optim.AdamW, torch.optim.Adagrad)
+    given: dict[str, Any] = {"memory_budget": None, "memory": memory, "overlap": overlap}
+    twins = [Twins(folder, kind, ours=given, lr=0.01) for kind in kinds]
+    lent = memory.lend(memory.nbytes - 512 * KIB)
+
+    def steps(number: int) -> None:
+        for turn in range(2, 12):
+            twins[number].step(turn)
+        assert twins[number].apart() == ""
+
+    for turn in range(2):
+        for one in twins:
+            one.backward(turn)
+        for one in twins[::-1]:
+            for _, optimizer in one.both():
+                optimizer.step()
+    in_threads(steps, 2)
+    assert [one.ours.stats().peak_bytes for one in twins] == [256 * KIB] * 2
+    twins[0].ours.close()
+    steps(1)
+    assert twins[1].ours.stats().peak_bytes == 512 * KIB, "it has what the other one had"
+    twins[1].ours.close()
+    del lent
     memory.close()
 
 

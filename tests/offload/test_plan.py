@@ -216,6 +216,39 @@ def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
     assert "no batch fits" in inference_text(inference_plan(ABOUT, sizes(80 * MB), rates, [], [64], 80 * MB))
 
 
+def test_expanding_is_a_part_of_computing_but_for_few_tokens() -> None:
+    """Of experts those in use, 2 of 8 or 1 - 0.75 ** 20 of all; a few rows are multiplied as they are stored."""
+    rates = replace(RATES, expanding=1000 * MB)
+    experts = Mixture(8, 2, 80 * MB, 80 * MB, expanded=160 * MB)
+    model = sizes(210 * MB, experts=experts, expanded=300 * MB)
+    for multiplied, batch, expected in (
+        (0, 1, 0.3 + 0.16 / 4), (4, 4, 0), (4, 5, 0.3), (4, 20, 0.3 + 0.16 * (1 - 0.75**20))
+    ):  # fmt: skip
+        made = estimate(replace(model, multiplied=multiplied), rates, Computing(0.5, 1.0), batch, 10, 10)
+        assert made.expanding == pytest.approx(expected)
+        assert made.nvme.computing == pytest.approx(0.5 + expected)
+        assert made.nvme.first_token == pytest.approx(1.3 + 0.16 * (1 - 0.75 ** (10 * batch)), rel=1e-6)
+    assert estimate(model, RATES, Computing(0.5, 1.0), 9, 10, 10).expanding == 0
+
+
+@pytest.mark.parametrize(
+    ("in_8_bits", "stored", "least", "expanding"), [(0, 100 * MB, 116, 0), (500, 50 * MB, 128, 0.1)]
+)
+def test_a_cache_in_8_bits_moves_fewer_bytes_and_is_expanded(
+    in_8_bits: int, stored: int, least: int, expanding: float
+) -> None:
+    """The least is 90 for weights, and a layer, which in 8 bits is beside it expanded."""
+    model = sizes(80 * MB, cache=1000, cache_stored=in_8_bits, cache_page=10, layers=4)
+    for free, bytes_in_files in ((least, stored), (least - 1, 0), (311, 0)):
+        rates = Rates(100 * MB, free * MB, free * MB, expanding_cache=1000 * MB)
+        made = estimate(model, rates, Computing(0.5, 1.0), 1, 99_990, 10)
+        assert (made.cache_bytes, made.cache.stored) == (stored, bytes_in_files)
+        assert (made.nvme.fits, made.no_offload.fits) == (free >= least, free == 311)
+        assert made.nvme.reading == pytest.approx(1.5 + bytes_in_files / (100 * MB))
+        assert (made.nvme.computing, made.no_offload.computing) == pytest.approx((0.5 + expanding, 0.5))
+        assert made.expanding == pytest.approx(expanding)
+
+
 def test_the_page_of_a_mixture_of_experts() -> None:
     plan = inference_plan(ABOUT, mixture(40 * MB), RATES, [], [], 40 * MB)
     line = "8 experts, 2 used per token; memory for experts 38.15 MiB, which has 44 % of those used: 10.73 MiB read"
@@ -280,6 +313,14 @@ def test_the_fastest_tier_decides_the_bound_of_training() -> None:
         assert way.bound == bound
         assert way.seconds == pytest.approx(1.048576 if bound == "computing" else moved, rel=0.01)
         assert (way.read, way.from_host) == pytest.approx((8 * MIB, 0) if host == 0 else (0, 8 * MIB), rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(None, 4), ("bfloat16", 2), ("int8", 1 + 4 / 256)])
+def test_states_in_fewer_bits_are_planned_as_they_are_stored(dtype: Any, nbytes: float) -> None:
+    model = TrainedModel((4 * MIB,), 4, activations=1, of_layer=1, largest_saved=1, seconds=1e-6, state_dtype=dtype)
+    plan = by_name(model, Machine(1 << 30, 1e9, 1 << 40, 512 * MIB, bus=4e9), 1)
+    assert plan["states"].from_host == pytest.approx(2 * MIB * nbytes, rel=0.01)
+    assert plan["in memory"].memory == pytest.approx(16 * MIB, rel=0.01), "torch's own are in float32"
 
 
 def test_the_page_of_training_says_what_to_pass() -> None:

@@ -42,10 +42,15 @@ class Mixture:
     used_per_token: int = 0
     bytes: int = 0  #: of all experts
     memory: int = 0  #: bytes for experts alone, where it computes
+    expanded: int = 0  #: bytes of the values of all that are packed
+
+    def in_use(self, tokens: int) -> float:
+        """Returns the share of the experts that a step of tokens uses."""
+        return 1 - (1 - self.used_per_token / max(1, self.experts)) ** tokens
 
     def hits_and_read(self, tokens: int) -> tuple[float, int]:
         """Returns the share of the experts in use that are in memory, and the bytes of others in a step of tokens."""
-        in_use = 1 - (1 - self.used_per_token / max(1, self.experts)) ** tokens
+        in_use = self.in_use(tokens)
         kept = min(1.0, self.memory / max(1, self.bytes))
         hits = kept * (1 - in_use * (1 - kept))  # what a step reads takes the place of some before their turn
         return hits, round(self.bytes * in_use * (1 - hits))
@@ -62,13 +67,31 @@ class Sizes:
     experts: Mixture = Mixture()
     tables: tuple[tuple[int, int], ...] = ()  #: rows and bytes of a row of each embedding; a token reads one row
     cache: int = 0  #: keys and values of one token
+    cache_stored: int = 0  #: the same in 8 bits, as ``NvmeCache(dtype=)`` stores them; 0: as they are
+    cache_page: int = 1  #: tokens that it stores at once; it has the newest two pages as they are
     working: int = 0  #: other results, for each token of the prompt, while it is read
     logits: int = 0  #: for each sequence
     host: int = 0  #: host memory for weights, beside that of an accelerator
     layers: int = 1  #: that have keys and values
+    expanded: int = 0  #: bytes of the values of packed weights that every token uses
+    multiplied: int = 0  #: up to so many rows are multiplied with packed weights as these are stored
+
+    def expanded_in(self, tokens: int) -> float:
+        """Returns the bytes that a step of tokens expands packed weights to."""
+        of_expert = tokens * self.experts.used_per_token / max(1, self.experts.experts)
+        dense = 0 if tokens <= self.multiplied else self.expanded
+        return dense + (0 if of_expert <= self.multiplied else self.experts.expanded * self.experts.in_use(tokens))
+
+    def in_cache(self, batch: int, tokens: int) -> tuple[int, int, int]:
+        """Returns the bytes of keys and values as stored, of their values if in 8 bits, and what these take beside."""
+        if not self.cache_stored:
+            return batch * tokens * self.cache, 0, 0
+        stored = batch * -(-tokens // self.cache_page) * self.cache_page
+        values, newest = stored * self.cache, 2 * batch * self.cache_page * self.cache
+        return stored * self.cache_stored, values, newest + values // self.layers  # one is expanded at a time
 
     def beside(self, batch: int, prompt_length: int, new_tokens: int) -> int:
-        """Returns about how many bytes of memory are needed beside the weights."""
+        """Returns about how many bytes of memory are needed beside the weights, the cache as it is."""
         return batch * ((prompt_length + new_tokens) * self.cache + prompt_length * self.working + self.logits)
 
 
@@ -83,6 +106,8 @@ class Rates:
     noise: float = 0.0  #: by how much measurements of ``storage`` differ, as a share of it
     cached: float | None = None  #: from the page cache; None if it would never have all weights
     cached_noise: float = 0.0  #: as ``noise``
+    expanding: float = math.inf  #: bytes of values, of packed weights, where it computes
+    expanding_cache: float = math.inf  #: the same of keys and values in 8 bits
 
 
 @dataclass(frozen=True)
@@ -92,6 +117,10 @@ class Computing:
     step: float
     prompt: float
     noise: float = 0.0  #: by how much measurements of ``step`` differ, as a share of it
+
+    def longer(self, step: float, prompt: float) -> Computing:
+        """Returns those of a batch that takes so many seconds more."""
+        return Computing(self.step + step, self.prompt + prompt, self.noise)
 
     def scaled(self, by: float) -> Computing:
         """Returns those of a batch that is so many times larger."""
@@ -126,7 +155,7 @@ class Estimate:
     """What to expect of one batch size."""
 
     batch: int
-    cache_bytes: int  #: at the end, for all sequences
+    cache_bytes: int  #: at the end, for all sequences, as stored
     beside_bytes: int  #: memory beside the weights, including the cache
     nvme: Placement
     no_offload: Placement
@@ -135,6 +164,7 @@ class Estimate:
     cpu_memory: Placement | None = None  #: None if the model computes there
     on_cpu: Placement | None = None  #: computing there instead, without offload; None if it does anyway
     noise: float = 0.0  #: by how much the step with ``nvme`` may be off, as a share of it
+    expanding: float = 0.0  #: seconds of a step in which weights, keys and values are expanded, a part of computing
 
 
 class StepBytes(NamedTuple):
@@ -181,7 +211,11 @@ def estimate(
 ) -> Estimate:  # fmt: skip
     """Returns what to expect of ``batch`` sequences at once; ``on_cpu`` is computing there, beside an accelerator."""
     moved, by_prompt = (step_bytes(sizes, tokens) for tokens in (batch, batch * prompt_length))
-    beside, cached = sizes.beside(batch, prompt_length, new_tokens), batch * (prompt_length + new_tokens) * sizes.cache
+    expanding = sizes.expanded_in(batch) / rates.expanding
+    computing = computing.longer(expanding, sizes.expanded_in(batch * prompt_length) / rates.expanding)
+    whole, tokens = sizes.beside(batch, prompt_length, new_tokens), prompt_length + new_tokens
+    (cached, of_values, in_use), others = sizes.in_cache(batch, tokens), whole - batch * tokens * sizes.cache
+    beside = others + in_use + cached
     load = sizes.model / rates.storage
     own = sizes.resident + sizes.memory
     left = rates.host_free - (own + beside if rates.to_device is None else 0)
@@ -189,8 +223,10 @@ def estimate(
     rate = rates.cached if rates.cached is not None and in_page_cache else rates.storage
     bus = math.inf if rates.to_device is None else rates.to_device
     beside_host = 0 if rates.to_device is None else max(0, rates.host_free - sizes.host)
-    cache = cache_bytes(cached, sizes.layers, rates.device_free - own - (beside - cached), beside_host)
+    cache = cache_bytes(cached, sizes.layers, rates.device_free - own - others - in_use, beside_host)
     streams, cache = cache is not None, cache or CacheBytes(cached)
+    of_cache = of_values / rates.expanding_cache
+    streaming = computing.longer(of_cache, 0)
 
     def place(
         moved: StepBytes, by_prompt: StepBytes, fits: bool, cold: float, rate: float, cache: CacheBytes, by: Computing
@@ -218,16 +254,16 @@ def estimate(
     def in_memory(free: int, by: Computing) -> Placement:
         """Returns what to expect with all of it in the memory of what computes."""
         nowhere = StepBytes(0, sizes.model, 0)
-        fits = sizes.model + beside <= free
-        return place(nowhere, nowhere, fits, load + by.prompt, math.inf, CacheBytes(cached), by)
+        fits = sizes.model + whole <= free
+        return place(nowhere, nowhere, fits, load + by.prompt, math.inf, CacheBytes(0), by)
 
     from_host = None
     if rates.to_device is not None:
         cold, fits = load + max(sizes.model / rates.to_device, computing.prompt), sizes.model <= rates.host_free
         one, other = (StepBytes(0, of.kept, of.read + of.from_host) for of in (moved, by_prompt))
-        from_host = place(one, other, streams and fits, cold, math.inf, cache, computing)
-    nvme = place(moved, by_prompt, streams, max(load, computing.prompt), rate, cache, computing)
-    step = max(nvme.reading, computing.step)
+        from_host = place(one, other, streams and fits, cold, math.inf, cache, streaming)
+    nvme = place(moved, by_prompt, streams, max(load, computing.prompt), rate, cache, streaming)
+    step = max(nvme.reading, nvme.computing)
     return Estimate(
         batch,
         cache_bytes=cached,
@@ -238,7 +274,8 @@ def estimate(
         cache=cache,
         cpu_memory=from_host,
         on_cpu=None if on_cpu is None else in_memory(rates.host_free, on_cpu),
-        noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
+        noise=max(step, nvme.computing * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
+        expanding=expanding + of_cache,
     )
 
 
@@ -307,8 +344,8 @@ def inference_plan(
         "host_memory": sizes.host,
         "bytes_kept": sizes.resident + streamed,
         "experts": experts if sizes.experts.experts else None,
-        "cache_bytes_per_token": sizes.cache,
-        "rates": asdict(rates),
+        "cache_bytes_per_token": sizes.cache_stored or sizes.cache,
+        "rates": {key: rate for key, rate in asdict(rates).items() if rate != math.inf},
         "noise": noise_of(estimates),
         "online_batch": online,
         "offline_batch": offline,
@@ -319,9 +356,10 @@ def inference_plan(
 
 def inference_text(plan: Mapping[str, Any]) -> str:
     """Returns an ``inference_plan`` as a page for people."""
+    in_bits = f" in {plan['cache_dtype']}" if plan.get("cache_dtype") else ""
     lines = [
         f"{plan['model']}: {plan['layers']} layers, {size_words(plan['bytes'])} of {plan['dtype']}, "
-        f"{size_words(plan['cache_bytes_per_token'])} of key-value cache for each token",
+        f"{size_words(plan['cache_bytes_per_token'])} of key-value cache for each token{in_bits}",
         f"storage {rate_words(plan['rates']['storage'])} (noise {share_words(plan['rates']['noise'])}); "
         f"memory for weights {size_words(plan['memory'])} of {size_words(plan['rates']['device_free'])} free, in which "
         f"{size_words(plan['bytes_kept'])} stay",
@@ -332,6 +370,12 @@ def inference_text(plan: Mapping[str, Any]) -> str:
             f"free memory holds all of it{beside}: after the first pass weights come from the page cache, "
             f"{rate_words(plan['rates']['cached'])} (noise {share_words(plan['rates']['cached_noise'])})"
         )
+    for name, stored in (
+        ("expanding", f"packed weights ({plan.get('stored_as')})"),
+        ("expanding_cache", f"keys{in_bits}"),
+    ):
+        if rate := plan["rates"].get(name):
+            lines.append(f"{stored} are expanded at {rate_words(rate)} of values")
     if experts := plan["experts"]:
         lines.append(
             f"{experts['experts']} experts, {experts['used_per_token']} used per token; memory for experts "
@@ -373,13 +417,14 @@ def _next_steps(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
-    places = [entry["nvme"] for entry in batches]
+    places, expanding = [entry["nvme"] for entry in batches], [entry["expanding"] for entry in batches]
     columns = {
         "batch": [str(entry["batch"]) for entry in batches],
         "reads": [size_words(place["bytes_per_step"]) for place in places],
         **({"from host": [size_words(place["from_host"]) for place in places]} if places[0]["from_host"] else {}),
         "reading": [seconds_words(place["reading"]) for place in places],
         "computing": [seconds_words(place["computing"]) for place in places],
+        **({"expanding": [seconds_words(at) for at in expanding]} if any(expanding) else {}),
         "bound by": [place["bound"] for place in places],
         "tokens/s": [_tokens(place) + ("" if place["fits"] else " (does not fit)") for place in places],
         "first token": [seconds_words(place["first_token"]) for place in places],

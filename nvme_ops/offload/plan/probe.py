@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,14 +19,21 @@ import torch
 
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.text import MIB, size_words
+from nvme_ops.formats import Kind
+from nvme_ops.formats.packed import Packed
+from nvme_ops.formats.quantized import FEW, Scaled, WeightFormat
+from nvme_ops.formats.quantizing import packed_as, packed_bytes
 from nvme_ops.io.arguments import cache_mode
+from nvme_ops.memory.tier import in_pages
+from nvme_ops.offload.cache.quantized_layer import DTYPES, QuantizedLayer
 from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes
 from nvme_ops.offload.plan.training import TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
 from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.routing import groups_of
-from nvme_ops.offload.weights.stored import stored_in
+from nvme_ops.offload.weights.stored import StoredTensor, select, stored_in
+from nvme_ops.offload.weights.stream_weights import quantizable
 from nvme_ops.offload.weights.streamed import StreamedModel, places_of
 from nvme_ops.storage.rates import best_of_two, cached_rate, copy_rate, read_rate, scratch, shortest, synchronize, timed
 
@@ -32,13 +41,28 @@ CPU = torch.device("cpu")
 _WEIGHTS = 256 * MIB  # of the layers that are timed: more than processor caches hold
 _VOCABULARY, _MIN_VOCABULARY = 1 << 15, 1 << 10
 _TOKENS = 256  # the most of a prompt that are timed
+_EXPANDED = 2048  # rows and columns of about the matrix whose expanding is timed
+_BYTE = 120  # of its numbers and scales, which are ordinary numbers then in any format
 _ROUNDS = 3  # after the first one, the last two of them only where a larger batch computes faster
 
 
-def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
-    """Returns the sizes of a model that ``from_pretrained`` has made, and a description of it."""
+def sizes_of(model: StreamedModel, kind: Kind | None = None) -> tuple[Sizes, dict[str, Any]]:
+    """Returns the sizes of a model that ``from_pretrained`` has made, and a description of it.
+
+    With ``kind`` they are those of ``stream_weights(quantize=kind)``. Raises ValueError if it is packed already.
+    """
     text = decoder_config(model)
     stored, sliced = places_of(model)
+    values = {source: users[0][2].nbytes_expanded for source, users in stored.items() if _is_packed(users[0][2])}
+    nbytes = {source: source.nbytes for source in stored}
+    if kind is not None:
+        if values:
+            raise ValueError(f"the weights of this model are packed already, as {_stored_as(model)}")
+        matrices = quantizable(model, kind)
+        for source, users in stored.items():
+            packed = packed_bytes(kind, source.shape) if any(id(user[2]) in matrices for user in users) else None
+            if packed is not None:
+                values[source], nbytes[source] = source.nbytes, packed
     others = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()] if stored_in(tensor) is None}
     resident = sum(tensor.nbytes for tensor in others.values())
     tables = [
@@ -51,30 +75,77 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
     width: int = text.hidden_size
     between: int = getattr(text, "intermediate_size", None) or 4 * width
     item = model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 4
+    of_experts = {source for source in apart if source not in tables}
+    experts = [source for source in stored if source in of_experts]
+    size = sum(expert.nbytes for group in routed for expert in group)
+    if kind is not None:
+        counts = {source: sliced.get(source, 1) for source in experts}
+        size = sum(count * in_pages(nbytes[source] // count) for source, count in counts.items())
+    is_short = window.share.device.type == "cpu" and item < torch.float32.itemsize
     sizes = Sizes(
-        model=sum(source.nbytes for source in stored) + resident,
+        model=sum(nbytes.values()) + resident,
         resident=resident,
         memory=window.nbytes,
-        streamed=tuple(source.room for source in stored if source not in apart),
+        streamed=tuple(in_pages(nbytes[source]) if kind else source.room for source in stored if source not in apart),
         experts=Mixture(
             sum(len(group) for group in routed),
             sum(min(per_token, len(group)) for group in routed),
-            sum(expert.nbytes for group in routed for expert in group),
-            0 if window.experts is None else window.experts.share.nbytes,
+            size,
+            0 if window.experts is None else min(size, window.experts.share.nbytes),
+            sum(values.get(source, 0) for source in experts),
         ),
         tables=tuple((source.shape[0], source.nbytes // source.shape[0]) for source in tables),
         working=(4 * width + 3 * between) * item,
         logits=4 * text.vocab_size,
         host=window.host_bytes,
         layers=text.num_hidden_layers,
+        expanded=sum(nbytes for source, nbytes in values.items() if source not in apart),
+        multiplied=FEW if is_short else 0,
     )
     about = {
         "model": type(model).__name__,
         "layers": text.num_hidden_layers,
         "dtype": str(model.dtype).removeprefix("torch."),
         "bytes": sizes.model,
+        "stored_as": kind or _stored_as(model),
     }
     return sizes, about
+
+
+def _is_packed(tensor: StoredTensor) -> bool:
+    return isinstance(tensor._stored_as, Scaled | Packed)
+
+
+def _packed_in(model: torch.nn.Module) -> list[StoredTensor]:
+    stored = [tensor for tensor in map(stored_in, model.parameters()) if tensor is not None]
+    return [tensor for tensor in stored if _is_packed(tensor) and not tensor._steps]
+
+
+def _stored_as(model: torch.nn.Module) -> str | None:
+    """Returns a word for how most of the packed weights of a model are stored; None if it has none."""
+    words = Counter[str]()
+    for tensor in _packed_in(model):
+        words[tensor._stored_as.words if isinstance(tensor._stored_as, Packed) else "8 bits"] += tensor.source.nbytes
+    return words.most_common(1)[0][0] if words else None
+
+
+def expanding_rate(model: StreamedModel, kind: Kind | None, device: torch.device) -> float:
+    """Measures how many bytes of values a second packed weights are expanded to; infinity if none is packed."""
+    dtype: Any = model.dtype
+    if kind is not None and (made := packed_as(kind, torch.randn(_EXPANDED, _EXPANDED, device=device))) is not None:
+        (stored, form), out = made, torch.empty(_EXPANDED, _EXPANDED, dtype=dtype, device=device)
+    elif packed := sorted(_packed_in(model), key=lambda tensor: abs(tensor.nbytes - 2 * _EXPANDED**2)):
+        weight: Any = select(packed[0], 0, 0) if packed[0].has_parts() else packed[0]
+        stored = torch.full((weight.source.nbytes,), _BYTE, dtype=torch.uint8, device=device)
+        stored = stored.view(weight.source.dtype).view(weight.source.shape)
+        form, out = weight._stored_as, torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    else:
+        return math.inf
+    return _rate_of(form, stored, out)
+
+
+def _rate_of(form: WeightFormat, stored: torch.Tensor, out: torch.Tensor) -> float:
+    return out.nbytes / float(shortest(lambda: timed(lambda: form.expand(stored, out), out.device)))
 
 
 def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rates:
@@ -179,11 +250,23 @@ class Layers:
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
 
-    def cache_bytes(self) -> int:
-        """Returns the bytes of the keys and values of a token in all layers."""
-        cache = self._forward(1, 1)
-        mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return int(mine * self._all // self._count)
+    def cache_sizes(self, dtype: str | None = None) -> dict[str, Any]:
+        """Returns what ``Sizes`` has of keys and values, in all layers, that ``NvmeCache(dtype=)`` stores."""
+        cached = [(layer.keys, layer.values) for layer in self._forward(1, 1).layers]
+        nbytes, stored, page = sum(states.nbytes for pair in cached for states in pair), 0, 1
+        if dtype is not None:
+            for pair in cached:
+                layer = QuantizedLayer(0, None, DTYPES[dtype])
+                layer.shape(1, [(states.shape[1], states.shape[3], states.dtype) for states in pair], 0)
+                stored, page = stored + layer.stored.token_bytes, max(page, layer.page)
+        in_all = {"cache": nbytes, "cache_stored": stored}
+        return {**{name: size * self._all // self._count for name, size in in_all.items()}, "cache_page": page}
+
+    def cache_rate(self, dtype: str) -> float:
+        """Measures how many bytes of values a second keys in 8 bits are expanded to."""
+        stored = torch.zeros(_EXPANDED, _EXPANDED, dtype=torch.int8, device=self._device).view(DTYPES[dtype])
+        scale = torch.ones(1, _EXPANDED, device=self._device)
+        return _rate_of(Scaled(scale), stored, torch.empty(stored.shape, dtype=self._model.dtype, device=self._device))
 
     def step(self, batch: int, context: int) -> float:
         """Returns the seconds of a step of ``batch`` sequences of ``context`` tokens each."""

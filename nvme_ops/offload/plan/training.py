@@ -17,7 +17,8 @@ import torch
 
 from nvme_ops.base.text import MIB, rate_words, rounded, share_words, size_words
 from nvme_ops.memory.tier import in_pages
-from nvme_ops.offload.optimizer.chunks import MASTER, MemoryLayout, Region, divide
+from nvme_ops.offload.optimizer.chunks import MemoryLayout, ParameterLayout, divide
+from nvme_ops.offload.optimizer.state_dtypes import MASTER, Region, StateDtype, packed
 from nvme_ops.offload.optimizer.states import buffers_of, staying
 from nvme_ops.offload.plan.estimate import noise_words, table_text
 from nvme_ops.offload.residency.placement import kept_of_saved, worth_keeping
@@ -46,6 +47,7 @@ class TrainedModel:
     largest_saved: int  #: those of the largest tensor
     seconds: float  #: for each token, forward and backward
     noise: float = 0.0  #: by how much measurements of ``seconds`` differ, as a share of it
+    state_dtype: StateDtype | None = None  #: that of ``NvmeOptimizer``
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +62,7 @@ class TrainedModel:
 
     @property
     def states(self) -> int:
-        """Bytes of AdamW's states."""
+        """Bytes of AdamW's states as torch has them."""
         return self.nbytes // self.itemsize * torch.float32.itemsize * len(self.regions)
 
 
@@ -97,11 +99,17 @@ def states_moved(model: TrainedModel, budget: int) -> Moved:
     """Returns what a step of ``NvmeOptimizer`` moves."""
     (room, _, buffer), dtype = buffers_of(budget), torch.float32 if len(model.regions) == 2 else torch.bfloat16
     parameters = [torch.empty(nbytes // model.itemsize, dtype=dtype, device="meta") for nbytes in model.sizes]
-    layouts = {one: (MemoryLayout(one.shape, one.stride()), model.regions) for one in parameters}
+    layouts = {
+        one: ParameterLayout(
+            MemoryLayout(one.shape, one.stride()), packed(model.regions, model.state_dtype, one, "AdamW")
+        )
+        for one in parameters
+    }
     chunks = list(divide(layouts, 0, buffer))
     held = sum(chunk.nbytes for chunk in staying(chunks, room))
-    moved = sum(chunk.nbytes for chunk in chunks) - held
-    return Moved(0, min(budget, model.states), _PLACES * moved, moved, moved, held, held)
+    stored = sum(chunk.nbytes for chunk in chunks)
+    moved = stored - held
+    return Moved(0, min(budget, stored), _PLACES * moved, moved, moved, held, held)
 
 
 def parameters_moved(model: TrainedModel, budget: int, host: int) -> Moved:
