@@ -83,6 +83,15 @@ def descriptors(count: int) -> None:
 
 
 def address_space(count: int) -> None:
-    """Leaves so many bytes of addresses."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + count, resource.RLIM_INFINITY))
+    """Leaves so many bytes of addresses, and nothing of what the process had and freed, which would serve as well."""
+
+    def limit(beyond: int) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + beyond, resource.RLIM_INFINITY))
+
+    limit(0)
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype = ctypes.c_void_p
+    while malloc(ctypes.c_size_t(1 << 20)):
+        pass
+    limit(count)

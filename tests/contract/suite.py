@@ -24,7 +24,7 @@ def named(*modules: ModuleType) -> dict[str, type[Capability]]:
 
 
 ADAPTERS = named(adapters, adapters_offload)
-NEEDS = {"Pretrained": "transformers", "KeyValues": "transformers"}
+NEEDS = {"Pretrained": "transformers", "KeyValues": "transformers", "KeyValuesIn8Bits": "transformers"}
 SLACK = {"memory": 4 << 20}  # bytes that an allocator may keep
 
 

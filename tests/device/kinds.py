@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -255,6 +257,10 @@ on_a_gpu = [
         not torch.cuda.is_available(), reason="torch.cuda is not available: no GPU, or torch without CUDA"
     ),
 ]
+SIMULATED = pytest.mark.skipif(
+    torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "c++")) is None,
+    reason="torch has a real accelerator, or there is no C++ compiler, which builds the simulated one",
+)
 HANDLES = {"gpu-aio": ("aio_handle", "auto"), "gpu-gds": ("gds_handle", "auto"), "gpu-gds-off": ("gds_handle", "off")}
 GPUS = [pytest.param(name, marks=on_a_gpu) for name in HANDLES]
 

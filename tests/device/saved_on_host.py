@@ -1,15 +1,20 @@
-"""Programs of test_host_copies.py that train on the simulated device."""
+"""Programs of test_saved_on_host.py that train on the simulated device."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nvme_ops.base.text import parse_size
 from nvme_ops.offload import Memory, NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
+from tests.conftest import in_threads
 from tests.doubles import private_device
-from tests.offload.training import equal, make_small_chunks, states
+from tests.offload.training import Twins, equal, make_small_chunks, states
 
 
 def network() -> torch.nn.Sequential:
@@ -84,7 +89,7 @@ def without_memory(folder: str, host_budget: str) -> None:
         step()
         before = device.now.allocations.made
         step()
-        for place in range(0, device.now.allocations.made - before, 5):
+        for place in range(device.now.allocations.made - before):
             for failing in (1, -1):
                 try:
                     with device.failing("allocation", place, failing):
@@ -151,33 +156,42 @@ def step_on(device: torch.device, folder: str) -> None:
         assert stats.bytes_read == 2 * (stats.bytes_stored // 2)
         assert stats.bytes_written == 3 * (stats.bytes_stored // 2)
         assert 1 << 20 < stats.bytes_in_host < stats.bytes_stored
-        for mine, wanted in zip([*there, *states(ours)], [*usual, *states(plain)], strict=True):
-            assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
+        require_same(ours, there, plain, usual)
 
 
-def step_without_memory(folder: str, host_budget: str) -> None:
+def require_same(ours: Any, there: Iterable[torch.Tensor], plain: Any, usual: Iterable[torch.Tensor]) -> None:
+    """Compares the bits of parameters and states."""
+    for mine, wanted in zip([*there, *states(ours)], [*usual, *states(plain)], strict=True):
+        assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
+
+
+def step_without_memory(folder: str, host_budget: str, overlap: Any = None) -> None:
     """A step for which the accelerator has no memory says which chunks are old, new or mixed; once more, it is right.
 
-    What it had on the accelerator is free, though somebody keeps the error.
+    What it had on the accelerator is free, though somebody keeps the error. With ``overlap`` the optimizer's thread,
+    which begins once the backward pass is over, has no memory, and the step raises its error.
     """
     make_small_chunks()
-    device, kept, mixed = private_device(), list[Any](), 0
+    device, kept, mixed, refused = private_device(), list[Any](), 0, 0
     budgets: Any = {"device_budget": "800K", "host_budget": host_budget, "min_bytes": "64K"}
     usual, model = network().to(device.device()), network().to(device.device())
     swapped = swap_params(model, folder, **budgets)
     plain = torch.optim.AdamW(usual.parameters())
-    ours = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, host_budget="3M")
-    gradients = swap_gradients(model.parameters(), folder, **budgets)
+    ours = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, host_budget="3M", overlap=overlap)
+    users: list[Any] = [swapped] if overlap else [swapped, swap_gradients(model.parameters(), folder, **budgets)]
+    update, begins = ours._updates.update, threading.Event()
+    vars(ours._updates)["update"] = lambda *given: update(*given) if begins.wait(60) else None
 
     def values(of: torch.nn.Module) -> list[torch.Tensor]:
         return [param.detach().cpu().flatten() for param in of.parameters()]
 
     def others() -> int:
-        return int(device.now.bytes) - sum(both.stats().bytes_in_memory for both in (swapped, gradients))
+        return int(device.now.bytes) - sum(user.stats().bytes_in_memory for user in users)
 
     def step(place: int, failing: int) -> None:
-        nonlocal mixed
+        nonlocal mixed, refused
         given = torch.linspace(-1, place % 7, 256, device=device.device()).repeat(64, 1)
+        begins.clear()
         for of in (usual, model):
             of.zero_grad()
             of(given).square().mean().backward()
@@ -185,9 +199,12 @@ def step_without_memory(folder: str, host_budget: str) -> None:
         plain.step()
         try:
             with device.failing("allocation", place, failing):
+                begins.set()
                 ours.step()
+            assert failing != -1
         except torch.cuda.OutOfMemoryError as error:
             kept[:] = [error]
+            refused += failing == 1
             assert others() <= before
             now, new, apart = values(model), values(usual), 0
             of_each: dict[torch.Tensor, list[torch.Tensor]] = {
@@ -207,9 +224,58 @@ def step_without_memory(folder: str, host_budget: str) -> None:
         for place in range(0, 63, 7):  # of some 100
             step(place, 1)
             step(place, -1)
-    assert mixed
-    for closed in (ours, gradients, swapped):
+    assert refused
+    assert bool(mixed) is (overlap is None)
+    for closed in (ours, *users[::-1]):
         closed.close()
+
+
+def backward_without_memory(folder: str) -> None:
+    """Each chunk is old or new where a backward pass finds no memory beside the optimizer's thread, and it goes on."""
+    make_small_chunks()
+    device, updated = private_device(), 0
+    usual, model = network().to(device.device()), network().to(device.device())
+    plain = torch.optim.AdamW(usual.parameters())
+    given: Any = {"host_budget": "3M", "overlap": "backward", "free_gradients": True}
+    ours = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **given)
+
+    def backward(of: torch.nn.Module, number: int) -> None:
+        of(torch.linspace(-1, number, 256, device=device.device()).repeat(64, 1)).square().mean().backward()
+
+    def step(number: int) -> None:
+        for of, optimizer in ((usual, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(of, number)
+            optimizer.step()
+        require_same(ours, model.parameters(), plain, usual.parameters())
+
+    with device.computing(), device.pinned_memory(True):
+        step(0)
+        for place in range(0, 80, 4):
+            old = [param.detach().cpu().flatten() for param in model.parameters()]
+            plain.zero_grad()
+            backward(usual, place)
+            plain.step()
+            try:
+                with device.failing("allocation", place, 1):
+                    backward(model, place)
+                    ours.step()
+            except torch.cuda.OutOfMemoryError:
+                ours.zero_grad()
+                params = zip(model.parameters(), old, usual.parameters(), strict=True)
+                both: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {
+                    param: (before, wanted.detach().cpu().flatten()) for param, before, wanted in params
+                }
+                for chunk, version in ours._states.current.items():
+                    is_new = version.attempt > ours._states.last_commit
+                    updated += is_new
+                    for part in chunk.slices:
+                        assert part.values().cpu().equal(both[part.parameter][is_new][part.begin : part.end])
+            model.load_state_dict(usual.state_dict())
+            ours.load_state_dict(plain.state_dict())
+            step(place)
+    assert updated
+    ours.close()
 
 
 def shared(folder: str, seeds: str) -> None:
@@ -247,13 +313,61 @@ def train_in_one_memory(device: torch.device, folder: str) -> None:
             if number == 1:
                 others.clear()
         assert users[0].peak_bytes <= 16 << 20
-        for mine, wanted in zip(
-            [*model.parameters(), *states(ours)], [*usual.parameters(), *states(plain)], strict=True
-        ):
-            assert mine.cpu().equal(wanted.cpu()) if isinstance(wanted, torch.Tensor) else mine == wanted
+        require_same(ours, model.parameters(), plain, usual.parameters())
     whole = 2 * sum(param.nbytes for param in usual.parameters())
     assert seen[0][0] < whole / 2 < seen[1][1]
     assert seen[3][0] >= whole
     assert seen[4][1:] == seen[3][1:]
     swapped.close()
     saving.close()
+
+
+def beside(folder: str) -> None:
+    """Optimizers in one Memory step as alone, also while one of them waits for gradients that never come."""
+    make_small_chunks()
+    device, memory = private_device(), Memory(device="3M", host="16M")
+    tier: Any = memory.host
+    given: Any = {"memory_budget": None, "memory": memory, "overlap": "backward"}
+
+    def twins_of(kind: Any) -> Twins:
+        models = [network(), network()]
+        for model in models:
+            model.register_parameter("unused", torch.nn.Parameter(torch.ones(9)))
+            model.to(device.device())
+        return Twins(Path(folder), kind, ours=given, models=models, foreach=False)
+
+    def backward(one: Twins, number: int) -> None:
+        for model, _ in one.both():
+            model.zero_grad()
+            model(torch.linspace(-1, number, 256, device=device.device()).repeat(9, 1)).square().mean().backward()
+
+    def step(one: Twins) -> None:
+        for _, optimizer in one.both():
+            optimizer.step()
+
+    def steps(number: int) -> None:
+        for turn in range(2, 9):
+            backward(twins[number], turn)
+            step(twins[number])
+        one = twins[number]
+        require_same(one.ours, one.mine.parameters(), one.plain, one.other.parameters())
+
+    with device.computing():
+        others = tier.share().allocate(12 << 20)
+        twins = list(map(twins_of, (torch.optim.AdamW, torch.optim.Adagrad)))
+        for turn in range(2):
+            for one in twins:
+                backward(one, turn)
+            for one in twins[::-1]:
+                step(one)
+        in_threads(steps, 2)
+        assert 1 << 20 < sum(one.ours.stats().bytes_in_host for one in twins) <= (15 << 20) - others.nbytes
+        assert memory.host_buffers.peak <= 1 << 20
+        twins[0].ours.close()
+        steps(1)
+        whole = sum(param.nbytes for param in twins[1].mine.parameters())
+        assert twins[1].ours.stats().bytes_in_host >= whole, "it has what the other one had"
+        with pytest.raises(ValueError, match="in use by an optimizer: close these first"):
+            memory.close()
+        twins[1].ours.close()
+        memory.close()

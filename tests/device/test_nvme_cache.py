@@ -22,24 +22,28 @@ from tests.device.kinds import Simulated, on_simulated
 
 transformers = pytest.importorskip("transformers")
 
+from tests.offload.rounded_cache import usual_cache  # noqa: E402
+
+pytestmark = on_simulated
 LAYERS, WINDOW = 12, 33
 NONE, SOME, ALL = 0, 300 * KIB, 64 * MIB
 BUDGETS = [(device, host) for device in (2600 * KIB, 4 * MIB, ALL) for host in (NONE, SOME, ALL)]
 
 
-def config(windows: bool) -> Any:
+def config(windows: bool, window: int = WINDOW) -> Any:
     """All layers attend to everything, or some to a window."""
     kinds = ["full_attention", "sliding_attention" if windows else "full_attention"] * LAYERS
     return transformers.Qwen2Config(
-        num_hidden_layers=LAYERS, use_sliding_window=windows, sliding_window=WINDOW, layer_types=kinds[:LAYERS]
+        num_hidden_layers=LAYERS, use_sliding_window=windows, sliding_window=window, layer_types=kinds[:LAYERS]
     )
 
 
 class Calls:
-    """Random calls to a cache on the device, and to transformers' own in host memory, which must return the same."""
+    """Random calls to a cache on the device, and to a usual one in host memory, which must return the same."""
 
-    def __init__(self, device: Simulated, cache: NvmeCache, seed: int, windows: bool) -> None:
-        self.device, self.cache, self.usual = device, cache, transformers.DynamicCache(config=config(windows))
+    def __init__(self, device: Simulated, cache: NvmeCache, seed: int, windows: bool, dtype: str | None = None) -> None:
+        self.device, self.cache, self.usual = device, cache, usual_cache(config(windows, window(dtype)), dtype)
+        self.most = 110 if dtype is None else 330
         self.made, self.rng, self.windows = torch.Generator().manual_seed(seed), random.Random(seed), windows
         self.batch, self.failures = 2, 0
         self.trouble: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -48,7 +52,7 @@ class Calls:
         for _ in range(5):
             self.update(1)
         for _ in range(steps):
-            self.update(self.rng.choice([1, 1, 1, 1, 1, 2, 7, 40]))
+            self.update(self.rng.choice([1, 1, 1, 1, 1, 2, 7, 40]) * (self.most // 110))
             others = [
                 self.reorder,
                 self.reorder,
@@ -60,7 +64,7 @@ class Calls:
                 self.rng.choice(others)()
 
     def update(self, tokens: int) -> None:
-        if self.usual.get_seq_length() > 110:
+        if self.usual.get_seq_length() > self.most:
             self.reset()
         for layer in range(LAYERS):
             keys = torch.randn(self.batch, 2, tokens, 64, generator=self.made)
@@ -104,26 +108,35 @@ class Calls:
         self.batch = 2
 
 
-def opened(device: Simulated, folder: Path, own: int, host: int, windows: bool = False) -> NvmeCache:
-    budgets = {"device_budget": own, "host_budget": host}
-    return NvmeCache(folder, **budgets, config=config(windows), handle=device.handle())  # type: ignore[arg-type]
+def window(dtype: str | None) -> int:
+    """In which something is quantized, if it is to be."""
+    return WINDOW if dtype is None else 150
 
 
-@on_simulated
-@pytest.mark.parametrize(("own", "host"), BUDGETS)
+def opened(
+    device: Simulated, folder: Path, own: int, host: int, windows: bool = False, dtype: str | None = None
+) -> NvmeCache:
+    given: Any = {"device_budget": own, "host_budget": host, "dtype": dtype, "handle": device.handle()}
+    return NvmeCache(folder, **given, config=config(windows, window(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("own", "host", "dtype"),
+    [*((*budgets, None) for budgets in BUDGETS), (14 * MIB, SOME, "int8"), (14 * MIB, ALL, "float8")],
+)
 @pytest.mark.parametrize("seeds", [3, pytest.param(100, marks=pytest.mark.nightly)])
 def test_keys_and_values_are_the_same_in_any_order_of_work(
-    device: Simulated, folder: Path, own: int, host: int, seeds: int
+    device: Simulated, folder: Path, own: int, host: int, dtype: str | None, seeds: int
 ) -> None:
     for seed in range(seeds):
         with (
             device.computing(),
             device.in_random_order(seed),
             device.on() as stream,
-            opened(device, folder, own, host, seed % 3 == 1) as cache,
+            opened(device, folder, own, host, seed % 3 == 1, dtype) as cache,
         ):
-            calls = Calls(device, cache, seed, seed % 3 == 1)
-            calls.update(100)
+            calls = Calls(device, cache, seed, seed % 3 == 1, dtype)
+            calls.update(calls.most - 10)
             calls.run(12)
             device.synchronize(stream)
             stats = cache.stats()
@@ -149,7 +162,6 @@ def generated(model: Any, prompts: torch.Tensor, cache: Any, **way: Any) -> torc
     )
 
 
-@on_simulated
 @pytest.mark.parametrize("beams", [1, 3])
 def test_tokens_are_those_of_a_cache_on_the_host(device: Simulated, folder: Path, beams: int) -> None:
     """Also of a chat that goes on, and after a reset."""
@@ -177,7 +189,6 @@ def test_tokens_are_those_of_a_cache_on_the_host(device: Simulated, folder: Path
                 assert (stats.bytes_from_host > 0) == (stats.bytes_in_host > 0) == (host > 0)
 
 
-@on_simulated
 @pytest.mark.parametrize("seeds", [2, pytest.param(100, marks=pytest.mark.nightly)])
 def test_weights_give_way_in_both_memories_and_come_back(device: Simulated, folder: Path, seeds: int) -> None:
     short, own, host = PROMPTS[:, :20], 5 * MIB // 2, 2 * MIB
@@ -208,7 +219,6 @@ def test_weights_give_way_in_both_memories_and_come_back(device: Simulated, fold
             assert [in_host(short, wanted_short, transformers.DynamicCache()) for _ in range(2)][-1] > alone * 3 / 4 > 0
 
 
-@on_simulated
 def test_layers_leave_the_device_without_a_wait(device: Simulated, folder: Path) -> None:
     """And no more of them than have to."""
     states = device.tensor(torch.zeros(2, 2, 512, 64))  # 1 MiB a layer
@@ -220,7 +230,6 @@ def test_layers_leave_the_device_without_a_wait(device: Simulated, folder: Path)
         assert 8 * MIB <= cache.stats().bytes_to_host <= 9 * MIB
 
 
-@on_simulated
 def test_a_copy_that_fails_changes_nothing(device: Simulated, folder: Path) -> None:
     @contextlib.contextmanager
     def failing(what: str) -> Iterator[None]:
@@ -237,10 +246,9 @@ def test_a_copy_that_fails_changes_nothing(device: Simulated, folder: Path) -> N
         assert calls.failures
 
 
-@on_simulated
-@pytest.mark.parametrize("host", [NONE, SOME])
+@pytest.mark.parametrize(("host", "dtype"), [(NONE, None), (SOME, None), (SOME, "int8")])
 def test_a_transfer_that_fails_changes_nothing(
-    device: Simulated, folder: Path, host: int, monkeypatch: pytest.MonkeyPatch
+    device: Simulated, folder: Path, host: int, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     move_all, left = StripedSlabs.move_all, 1 << 30
 
@@ -261,15 +269,15 @@ def test_a_transfer_that_fails_changes_nothing(
             left = 1 << 30
 
     monkeypatch.setattr(StripedSlabs, "move_all", fail)
-    with device.computing(), opened(device, folder, 2600 * KIB, host) as cache:
-        calls = Calls(device, cache, 3, False)
-        calls.update(110)
+    own = 2600 * KIB if dtype is None else 7 * MIB
+    with device.computing(), opened(device, folder, own, host, dtype=dtype) as cache:
+        calls = Calls(device, cache, 3, False, dtype)
+        calls.update(calls.most)
         calls.trouble = trouble
         calls.run(20)
         assert calls.failures
 
 
-@on_simulated
 def test_a_cache_closed_while_copies_are_queued(device: Simulated, folder: Path) -> None:
     """What the accelerator has not done yet uses memory of both; ``device`` sees whether it is freed too early."""
     for steps in range(3):
@@ -280,7 +288,6 @@ def test_a_cache_closed_while_copies_are_queued(device: Simulated, folder: Path)
                     cache.update(device.tensor(states), device.tensor(states), layer)
 
 
-@on_simulated
 @pytest.mark.parametrize(("own", "host"), [("1200K", "1M"), ("1200K", 0), (0, "4M")])
 def test_layers_may_be_on_two_devices(device: Simulated, folder: Path, own: Any, host: Any) -> None:
     wanted = dict.fromkeys(range(8), torch.empty(2, 2, 0, 64))
@@ -296,7 +303,6 @@ def test_layers_may_be_on_two_devices(device: Simulated, folder: Path, own: Any,
                 del there, seen
 
 
-@on_simulated
 def test_what_cannot_be_is_refused(device: Simulated, folder: Path) -> None:
     states = torch.zeros(2, 2, 200, 64)
     there = device.tensor(states)
@@ -321,7 +327,6 @@ def test_what_cannot_be_is_refused(device: Simulated, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-@on_simulated
 @torch.no_grad()
 @pytest.mark.parametrize("host", [NONE, 6 * MIB, ALL])
 @pytest.mark.parametrize("own", [6900 * KIB, 10900 * KIB, ALL])

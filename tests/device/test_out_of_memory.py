@@ -56,17 +56,17 @@ def parameters(device: Simulated, folder: Path, host_budget: str) -> tuple[Step,
     return step, swapped
 
 
-def keys(device: Simulated, folder: Path) -> tuple[Step, Any]:
+def keys(device: Simulated, folder: Path, tokens: int, budget: str, **options: Any) -> tuple[Step, Any]:
     """One more token for each of some layers, which is forgotten again."""
-    cache: Any = NvmeCache(folder, device_budget="1200K", host_budget="1M")
-    states, more = torch.rand(2, 2, 2, 100, 64)
+    cache: Any = NvmeCache(folder, device_budget=budget, host_budget="1M", **options)
+    states, more = torch.rand(2, 2, 2, tokens, 64)
     for layer in range(8):
         cache.update(device.tensor(states), device.tensor(states), layer)
 
     def step() -> torch.Tensor:
         there = device.tensor(more[:, :, :1])
         for layer in range(8):
-            cache.layers[layer].crop(100 - cache.layers[layer].get_seq_length())
+            cache.layers[layer].crop(tokens - cache.layers[layer].get_seq_length())
             last = cache.update(there, there + 1, layer)[1].cpu()
         return last
 
@@ -81,7 +81,8 @@ KINDS: dict[str, Callable[..., tuple[Step, Any]]] = {
     "experts that the CPU computes with": experts_on_host,
     "parameters": lambda device, folder: parameters(device, folder, "0"),
     "parameters in host memory": lambda device, folder: parameters(device, folder, "64M"),
-    "keys and values": keys,
+    "keys and values": lambda device, folder: keys(device, folder, 100, "1200K"),
+    "keys and values in 8 bits": lambda device, folder: keys(device, folder, 300, "4M", dtype="int8"),
 }
 
 

@@ -27,7 +27,16 @@ def test_gradients_are_right_in_any_order_of_work(folder: Path, host_budget: str
 
 
 @pytest.mark.parametrize(
-    "what", [["dropped"], ["evicted"], ["without_memory", "1200K"], ["step_without_memory", "0"]], ids=" ".join
+    "what",
+    [
+        ["dropped"],
+        ["evicted"],
+        ["without_memory", "1200K"],
+        ["step_without_memory", "0"],
+        ["step_without_memory", "0", "backward"],
+        ["backward_without_memory"],
+    ],
+    ids=" ".join,
 )
 def test_what_goes_while_copies_are_queued_or_finds_no_memory(folder: Path, what: list[str]) -> None:
     run_python(SAVING, what[0], folder, *what[1:])
@@ -37,6 +46,10 @@ def test_what_goes_while_copies_are_queued_or_finds_no_memory(folder: Path, what
 @pytest.mark.parametrize("what", ["stepped", "shared"])
 def test_states_are_right_in_any_order_of_work(folder: Path, what: str, seeds: int) -> None:
     run_python(SAVING, what, folder, seeds)
+
+
+def test_optimizers_in_one_memory_step_as_alone(folder: Path) -> None:
+    run_python(SAVING, "beside", folder)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])

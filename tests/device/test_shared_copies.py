@@ -11,7 +11,6 @@ import signal
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,14 @@ PROGRAM = """
             model(tokens)
         torch.save((logits, model.stats().bytes_read), result)
 """
+pytestmark = on_simulated
 BUDGETS = {"device_budget": "2200K", "host_budget": "64M"}
 
 
 @pytest.fixture
-def path(folder: Path) -> Iterator[Path]:
-    """A model of 21 MiB, of which 19 are in host memory."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of which the last bits depend
-    yield saved_llama(folder)
-    torch.set_num_threads(threads)
+def path(folder: Path, one_thread: None) -> Path:
+    """A model of 21 MiB, of which 19 are in host memory; on the number of threads its last bits depend."""
+    return saved_llama(folder)
 
 
 def opened(device: Simulated, path: Path, host_budget: Any = "64M", **options: Any) -> Any:
@@ -106,7 +103,6 @@ def users_of(memfd: str) -> list[str]:
     return users
 
 
-@on_simulated
 def test_what_one_has_read_another_reads_no_more(device: Simulated, path: Path) -> None:
     with device.computing(), opened(device, path) as model:
         wanted = logits_of(device, model)
@@ -116,7 +112,6 @@ def test_what_one_has_read_another_reads_no_more(device: Simulated, path: Path) 
         assert torch.equal(logits_of(device, model), wanted), "the other one has ended"
 
 
-@on_simulated
 @pytest.mark.parametrize("why", ["file was changed", "switched off"])
 def test_nothing_is_shared(device: Simulated, path: Path, why: str) -> None:
     with device.computing(), opened(device, path) as model:
@@ -128,7 +123,6 @@ def test_nothing_is_shared(device: Simulated, path: Path, why: str) -> None:
         assert bytes_read > 16 * MIB
 
 
-@on_simulated
 @pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
 @pytest.mark.parametrize("times", [2, pytest.param(30, marks=pytest.mark.nightly)])
 def test_processes_are_killed_at_any_moment(device: Simulated, path: Path, name: str, times: int) -> None:
@@ -155,7 +149,6 @@ def test_processes_are_killed_at_any_moment(device: Simulated, path: Path, name:
         assert users_of(memfd) == []
 
 
-@on_simulated
 def test_a_process_is_stopped_at_any_moment(device: Simulated, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait a while for what it was reading, and then read it."""
     monkeypatch.setattr(shared_files, "_PATIENCE", 0.2)
@@ -175,7 +168,6 @@ def test_a_process_is_stopped_at_any_moment(device: Simulated, path: Path, monke
             assert torch.equal(logits, logits_of(device, model))
 
 
-@on_simulated
 def test_copies_come_later_if_a_process_stood_still(
     device: Simulated, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +182,6 @@ def test_copies_come_later_if_a_process_stood_still(
         assert model.stats().bytes_in_host > 16 * MIB
 
 
-@on_simulated
 @pytest.mark.parametrize("options", [{"host_budget": "3M"}, {"dtype": "bfloat16", "device_budget": "3200K"}])
 def test_processes_with_other_options_share_what_is_stored(
     device: Simulated, path: Path, options: dict[str, Any]
@@ -204,7 +195,6 @@ def test_processes_with_other_options_share_what_is_stored(
         assert torch.equal(logits_of(device, model), before)
 
 
-@on_simulated
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_another_user_has_a_copy_of_its_own(device: Simulated, path: Path) -> None:
     open_to_all(path)
@@ -218,7 +208,6 @@ def test_another_user_has_a_copy_of_its_own(device: Simulated, path: Path) -> No
         assert torch.equal(logits_of(device, model), wanted)
 
 
-@on_simulated
 @pytest.mark.parametrize("given", ["auto", "25M"])
 def test_what_others_have_read_counts_as_free(
     device: Simulated, path: Path, given: str, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +229,6 @@ def test_what_others_have_read_counts_as_free(
             opened(device, path, "25M").close()
 
 
-@on_simulated
 def test_experts_are_shared_where_there_is_room_for_all(device: Simulated, folder: Path) -> None:
     path, kind = saved(folder, "Qwen3Moe")
     tokens = torch.tensor([[1, 2, 3]])

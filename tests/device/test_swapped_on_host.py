@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nvme_ops.offload import Memory, stream_weights, swap_params
-from tests.conftest import KIB, MIB, in_child, in_threads
+from nvme_ops.offload import Memory, NvmeOptimizer, stream_weights, swap_params
+from tests.conftest import KIB, MIB, forked, give_up_root, in_threads, open_to_all, run_python
 from tests.device.kinds import Simulated, on_simulated
 from tests.offload.models import layers, nbytes
 
+pytestmark = on_simulated
 COUNT = 12  # layers of 256 KiB, of which four fit on the device
 
 
@@ -28,7 +32,6 @@ def doubled(model: Any) -> None:
         layer.weight.mul_(2)
 
 
-@on_simulated
 @torch.no_grad()
 @pytest.mark.parametrize("host_budget", [0, MIB, 64 * MIB])
 def test_values_are_right_in_any_order_of_work(device: Simulated, folder: Path, host_budget: int) -> None:
@@ -56,7 +59,6 @@ def test_values_are_right_in_any_order_of_work(device: Simulated, folder: Path, 
         assert stats.peak_bytes <= MIB + 64 * KIB
 
 
-@on_simulated
 @torch.no_grad()
 @pytest.mark.parametrize("what", ["queue", "record"])
 def test_a_copy_that_fails_loses_nothing(device: Simulated, folder: Path, what: str) -> None:
@@ -83,7 +85,6 @@ def test_a_copy_that_fails_loses_nothing(device: Simulated, folder: Path, what: 
         device.now.events = events
 
 
-@on_simulated
 @torch.no_grad()
 def test_what_is_dropped_while_its_copies_are_queued(device: Simulated, folder: Path) -> None:
     """``device`` sees whether memory is freed too early."""
@@ -100,7 +101,6 @@ def test_what_is_dropped_while_its_copies_are_queued(device: Simulated, folder: 
         params.close()
 
 
-@on_simulated
 @torch.no_grad()
 def test_what_fits_on_the_device_is_not_in_host_memory(device: Simulated, folder: Path) -> None:
     with device.computing():
@@ -111,9 +111,8 @@ def test_what_fits_on_the_device_is_not_in_host_memory(device: Simulated, folder
         assert nbytes(model) > 0
 
 
-@on_simulated
 @torch.no_grad()
-def test_threads_and_a_forked_child(device: Simulated, folder: Path) -> None:
+def test_threads(device: Simulated, folder: Path) -> None:
     with device.computing():
         model, params = swapped(device, folder, MIB)
         given = device.tensor(torch.ones(2, 256))
@@ -124,17 +123,101 @@ def test_threads_and_a_forked_child(device: Simulated, folder: Path) -> None:
                 assert torch.equal(model(given).cpu(), wanted)
 
         in_threads(run, 3)
-
-        def use() -> None:
-            with pytest.raises(RuntimeError, match="parent process"):
-                model(given)
-
-        in_child(use)
-        assert torch.equal(model(given).cpu(), wanted)
         params.close()
 
 
-@on_simulated
+class Training:
+    """Parameters partly in host memory and partly on storage, with states in the same folder, and torch's own."""
+
+    def __init__(self, device: Simulated, folder: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.device, self.usual = device, layers(COUNT).to(device.device())
+        torch.manual_seed(seed)
+        self.model, self.params = swapped(device, folder, MIB)
+        self.ours = NvmeOptimizer(self.model.parameters(), torch.optim.AdamW, folder, host_budget="1M")
+        self.plain = torch.optim.AdamW(self.usual.parameters())
+
+    def step(self) -> None:
+        for one, other in zip(self.model.parameters(), self.usual.parameters(), strict=True):
+            one.grad = other.grad = self.device.tensor(torch.randn(other.shape))
+        self.ours.step()
+        self.plain.step()
+        assert all(map(torch.equal, *([one.cpu() for one in of.parameters()] for of in (self.model, self.usual))))
+
+    def close(self) -> None:
+        stats = self.params.stats()
+        assert min(stats.bytes_in_host, stats.bytes_from_host, stats.bytes_read, stats.bytes_written) > 0
+        self.ours.close()
+        self.params.close()
+
+
+def train_beside(device: Simulated, folder: Path, user: str) -> None:
+    """What another process does in a folder where one has parameters already, and where it may do nothing."""
+    if user == "another user":
+        open_to_all(folder)  # now, since each pytest that begins closes the folder of all of them
+        give_up_root()
+        for private in folder.iterdir():  # sessions, too
+            for use in (os.listdir, partial(swapped, device, host_budget=MIB)):
+                with pytest.raises(PermissionError, match=private.name):
+                    use(private)
+    training = Training(device, folder, 7)
+    for _ in range(3):
+        training.step()
+    training.close()
+
+
+PROGRAM = """
+    import sys
+    from pathlib import Path
+    import torch
+    from tests.device.kinds import Simulated
+    from tests.device.test_swapped_on_host import train_beside
+    folder, user = sys.argv[1:]
+    torch.set_num_threads(1)
+    device = Simulated()
+    with torch.no_grad(), device.computing(), device.pinned_memory(True):
+        train_beside(device, Path(folder), "this user")  # another one may not be able to import
+        train_beside(device, Path(folder), user)
+"""
+NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("who", ["a process", "a forked child"])
+@pytest.mark.parametrize("user", ["this user", pytest.param("another user", marks=NOT_ROOT)])
+def test_other_processes_train_parameters_of_their_own(device: Simulated, folder: Path, who: str, user: str) -> None:
+    """In the same folder, at the same time. A child cannot use those of its parent, nor take them from it."""
+    (folder / "private").mkdir(0o700)
+    with device.computing():
+        mine = Training(device, folder, 1)
+        mine.step()
+        before = sorted(folder.iterdir())
+
+        def in_the_child(_: int) -> None:
+            uses = [use for layer in mine.model for use in (layer.weight.tolist, layer.weight.zero_)]
+            for use in (mine.ours.step, mine.params.restore, *uses):
+                with pytest.raises(RuntimeError, match=r"(swapped by|states belong to) the parent process"):
+                    use()
+            mine.ours.close()
+            mine.params.close()
+            train_beside(device, folder, user)
+
+        if who == "a process":
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(run_python, PROGRAM, folder, user)
+                while not other.done():
+                    mine.step()
+                other.result()
+        else:
+            with forked(1, in_the_child) as running:
+                while running():
+                    mine.step()
+        assert sorted(folder.iterdir()) == before
+        mine.step()
+        mine.close()
+    assert list(folder.iterdir()) == [folder / "private"]
+
+
 @pytest.mark.filterwarnings("ignore:others use the host")
 @torch.no_grad()
 def test_one_memory_has_both_tiers_of_several_users(device: Simulated, folder: Path) -> None:

@@ -25,6 +25,7 @@ QUIET = {"PYTHONWARNINGS": "ignore::RuntimeWarning"}  # memory that may not be l
 NEEDS = {
     "offload_experts": "transformers",
     "offload_inference": "transformers",
+    "offload_quality": "transformers",
     "finetune_larger_than_memory": "peft",
     "trainer": "accelerate",
     "trainer_trl": "trl",

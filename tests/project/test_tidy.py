@@ -24,9 +24,10 @@ LONG_LINES, LONG_SHARE = 500, 0.1
 # Which layers the files of each layer of csrc may include.
 LAYERS = {
     "base": {"base"},
+    "packed": {"packed"},
     "backends": {"backends", "base"},
     "engine": {"engine", "backends", "base"},
-    "binding": {"binding", "engine", "backends", "base"},
+    "binding": {"packed", "binding", "engine", "backends", "base"},
 }
 BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 
