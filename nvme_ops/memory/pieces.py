@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from nvme_ops.base.reentrant_event import ReentrantEvent
 from nvme_ops.base.settings import PIECE
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import InFlight
@@ -59,7 +59,7 @@ class BorrowedTensors:
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._ids = Counter(map(id, tensors))
-        self._safe = threading.Event()
+        self._safe = ReentrantEvent()
         self.release(())
 
     def holds(self, tensor: torch.Tensor) -> bool:

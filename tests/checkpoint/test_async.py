@@ -7,8 +7,10 @@ import concurrent.futures
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.checkpoint import api, background
+from nvme_ops.memory.pieces import BorrowedTensors
 from tests.conftest import in_child, run_python
 from tests.crashing_save import (
     NEW,
@@ -235,6 +238,35 @@ def test_a_signal_handler_may_await_a_save_wherever_it_interrupts_another(path: 
             nvme_ops.save_async(varied(), folder / "other.pt").result(timeout=30)
     with api.turns_lock, pytest.raises(OSError, match="No space left"):
         nvme_ops.save_async(varied(), "/dev/full", format="pt").result(timeout=30)
+
+
+def test_a_signal_handler_may_save_at_any_line_of_a_wait_for_another(path: Path) -> None:
+    """What the wait calls in Python may be interrupted as well, with the locks that it holds."""
+
+    def interrupted_at(line: int) -> bool:
+        gate, lines = Gated(), itertools.count(1)
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            while frame is not None and frame.f_code is not BorrowedTensors.wait.__code__:
+                frame = frame.f_back
+            if frame is None:
+                return None
+            if event == "line" and next(lines) == line:
+                sys.settrace(None)
+                threading.Timer(0.1, gate.open).start()
+                nvme_ops.save_async(numbered(2), path, memory=0)
+            return trace
+
+        threading.Timer(0.2, gate.open).start()
+        sys.settrace(trace)
+        nvme_ops.save_async(numbered(1), path, memory=0, handle=gate)
+        sys.settrace(None)
+        return next(lines) > line
+
+    def body() -> None:
+        assert next(line for line in itertools.count(1) if not interrupted_at(line)) > 5
+
+    in_child(body, limit=30)
 
 
 def test_an_error_comes_out_of_the_future(path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nvme_ops.base.reentrant_event import ReentrantEvent
 from nvme_ops.offload.optimizer.chunks import Chunk
 from nvme_ops.offload.optimizer.states import States
 
@@ -41,7 +42,7 @@ class BackwardPass:
         self._has_ended = False
         #: Whether ``abandon`` was called; it may have been interrupted.
         self.abandoned = False
-        self._thread_ended = threading.Event()
+        self._thread_ended = ReentrantEvent()
         self._failure: BaseException | None = None
         #: The chunks whose gradients are complete, in the order in which they became so.
         self.completed: list[Chunk] = []

@@ -26,6 +26,7 @@ import torch
 
 from nvme_ops.base import lifetime, ranks
 from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.base.reentrant_event import ReentrantEvent
 from nvme_ops.base.text import parse_json
 from nvme_ops.filesystem.files import boot_id, read_whole, write_whole
 from nvme_ops.filesystem.publication import publish
@@ -187,7 +188,7 @@ class Flush:
         self.what, self.slots = what, slots
         self.failure: Exception | None = None  #: of the work, once it has ended
         self._work: Callable[[], object] | None = work
-        self._once, self._done = threading.Lock(), threading.Event()
+        self._once, self._done = threading.Lock(), ReentrantEvent()
         self._thread = threading.Thread(target=self._run, name="nvme_ops.flush", daemon=False)
 
     def start(self) -> None:
