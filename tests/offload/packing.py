@@ -60,7 +60,8 @@ def bitsandbytes(kind: str, block: int, nested: bool) -> tuple[Pack, dict[str, A
             options = {"quant_type": kind, "blocksize": block, "compress_statistics": nested}
             numbers, state = functional.quantize_4bit(value.cpu(), **options)
             parts = {f"weight.{end}": part for end, part in state.as_dict(packed=True).items()}
-            return {"weight": numbers, **parts}, functional.dequantize_4bit(numbers, state)
+            state.shape = (1, value.numel())  # with AVX-512 it takes the scales of others where blocks end within rows
+            return {"weight": numbers, **parts}, functional.dequantize_4bit(numbers, state).view_as(value)
 
     return pack, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
 
