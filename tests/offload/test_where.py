@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,12 +32,13 @@ OTHERS = [
     ],
     ids=["some-random", "some-lazy", "others-lazy", "others-random"],
 )  # fmt: skip
-def test_on_the_simulated_accelerator(names: list[str], order: str) -> None:
+def test_on_the_simulated_accelerator(names: list[str], order: str, tmp_path: Path) -> None:
     if torch.cuda.is_available() or machine.find_compiler() is None:
         pytest.skip("it takes a compiler, and no GPU beside it")
     files = [f"tests/offload/test_{name}.py" for name in names]
+    own = [f"--basetemp={tmp_path / 'nested'}"]  # pytest closes the folder that all runs share to other users
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow and not nightly", *files],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow and not nightly", *own, *files],
         cwd=REPOSITORY,
         env={"NVME_OPS_TESTS_ORDER": order, **os.environ},
         capture_output=True,

@@ -20,8 +20,9 @@ def run(folder: Path, program: str, *arguments: str) -> tuple[int, str]:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     plugins = ("-p", "tests.running", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    own = f"--basetemp={folder.with_suffix('.nested')}"  # pytest closes the folder that all runs share to other users
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, *arguments],
+        [sys.executable, "-m", "pytest", own, *plugins, *arguments],
         cwd=folder,
         env={**environment, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
