@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -75,10 +76,10 @@ PackedMatrix packed_matrix(PyObject* packed, const Memory& stored, std::size_t& 
   const char *numbers_as, *scales_as;
   unsigned long long rows, columns, group, rows_of_scale, bits_of_zero;
   PyObject *table, *scales, *zeros, *scale_table;
-  int has_row_groups;
+  int has_row_groups, is_added;
   if (!PyTuple_Check(packed)) raise_type_error("a packed matrix must be a tuple");
-  parse(packed, "ssKKKKfOOOKfOp", &numbers_as, &scales_as, &rows, &columns, &group, &rows_of_scale, &matrix.divisor,
-        &table, &scales, &zeros, &bits_of_zero, &matrix.least_zero, &scale_table, &has_row_groups);
+  parse(packed, "ssKKKKfOOOKfOpp", &numbers_as, &scales_as, &rows, &columns, &group, &rows_of_scale, &matrix.divisor,
+        &table, &scales, &zeros, &bits_of_zero, &matrix.least_zero, &scale_table, &has_row_groups, &is_added);
   matrix.numbers_as =
       kind_named<Numbers>(numbers_as, {"low_first", "high_first", "stacked4", "stacked8", "even_first", "int8",
                                        "biased8", "e4m3", "e5m2", "q4_0", "q8_0", "mxfp4", "q4_k", "q5_k", "q6_k"});
@@ -95,7 +96,9 @@ PackedMatrix packed_matrix(PyObject* packed, const Memory& stored, std::size_t& 
       (bits_of_zero != 0 && ((bits_of_zero != 4 && bits_of_zero != 8) || (rows_of_scale != 1 && !in_words))) ||
       (in_words && (group != 1 || bits_of_zero != (matrix.numbers_as == Numbers::Stacked8 ? 8 : 4) ||
                     columns % (32 / bits_of_zero) != 0 || rows % rows_of_word(matrix.numbers_as) != 0)) ||
-      (has_row_groups != 0 && !in_words)) {
+      (has_row_groups != 0 && !in_words) ||
+      (is_added != 0 && (!has_table || matrix.scales_as >= Scales::E4m3 || rows_of_scale != 1 || zeros != Py_None ||
+                         bits_of_zero != 0))) {
     raise(bad_argument("such a matrix cannot be packed"));
   }
   const auto take = [&](std::size_t count) {
@@ -109,6 +112,7 @@ PackedMatrix packed_matrix(PyObject* packed, const Memory& stored, std::size_t& 
   if (has_table) matrix.table = reinterpret_cast<const float*>(in_host(table, Op::Write, 64, "table", kept).data);
   matrix.scales =
       scales == Py_None ? take(size * count) : bytes_of(in_host(scales, Op::Write, size * count, "scales", kept));
+  if (is_added != 0) matrix.added = take(size * count);
   if (nested) {
     matrix.scale_table =
         reinterpret_cast<const float*>(in_host(scale_table, Op::Write, 1024, "scale_table", kept).data);
@@ -136,6 +140,17 @@ PackedMatrix packed_matrix(PyObject* packed, const Memory& stored, std::size_t& 
 
 std::size_t threads_for(const PackedMatrix& matrix, int most) {
   return std::clamp<std::size_t>(matrix.rows * matrix.columns / kLeastValues, 1, std::max(1, most));
+}
+
+// The rows of a matrix by their groups, in `order`; null if they lie so.
+const std::uint32_t* rows_by_groups(const PackedMatrix& matrix, std::vector<std::uint32_t>& order) {
+  if (matrix.row_groups == nullptr) return nullptr;
+  std::vector<std::size_t> next(matrix.scale_rows() + 1);
+  for (std::size_t row = 0; row < matrix.rows; ++row) ++next[matrix.scale_row(row) + 1];
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  order.resize(matrix.rows);
+  for (std::size_t row = 0; row < matrix.rows; ++row) order[next[matrix.scale_row(row)]++] = row;
+  return order.data();
 }
 
 // The memory of a state map, of which `kept` keeps the tensors.
@@ -195,6 +210,7 @@ PyObject* multiply(PyObject*, PyObject* arguments) {
   parse(arguments, "OOOOsip", &packed, &stored, &inputs, &out, &type, &threads, &by_columns);
   std::vector<Memory> kept;
   std::vector<PackedMatrix> matrices;
+  std::vector<std::uint32_t> order;
   std::size_t at = 0, width = 0, height = 0;
   const Memory bytes = in_host(stored, Op::Write, 0, "stored", kept);
   const Items items(packed, "the packed matrices must be a sequence");
@@ -209,7 +225,6 @@ PyObject* multiply(PyObject*, PyObject* arguments) {
     if (!matrix.in_words() || matrix.columns % 8 != 0 || matrix.rows_of_scale % rows_of_word(matrix.numbers_as) != 0) {
       raise(bad_argument("such a matrix cannot be multiplied by columns"));
     }
-    if (matrix.row_groups != nullptr) Py_RETURN_FALSE;
   }
   const Floating as = floating_named(type);
   const std::size_t size = as == Floating::Float32 ? 4 : 2;
@@ -227,8 +242,9 @@ PyObject* multiply(PyObject*, PyObject* arguments) {
     std::byte* next = to.data;
     for (const PackedMatrix& matrix : matrices) {
       if (by_columns != 0) {
+        const std::uint32_t* const rows = rows_by_groups(matrix, order);
         in_parallel(matrix.columns / 8, threads_for(matrix, threads), [&](std::size_t first, std::size_t last) {
-          multiply_columns(matrix, wide.data(), tokens, 8 * first, 8 * last, sums.data());
+          multiply_columns(matrix, rows, wide.data(), tokens, 8 * first, 8 * last, sums.data());
         });
       } else {
         const std::size_t piece = even_first_in(matrix);
@@ -249,7 +265,7 @@ PyObject* multiply(PyObject*, PyObject* arguments) {
       next += sums_of(matrix) * size;
     }
   }
-  Py_RETURN_TRUE;
+  Py_RETURN_NONE;
 }
 
 PyObject* quantize_states(PyObject*, PyObject* arguments) {

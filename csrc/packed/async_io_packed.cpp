@@ -122,18 +122,22 @@ struct FloatValues {
   float values[16];
 };
 
-NVME_INLINE void set(BytesOfValues& table, const float* codes, float zero, float scale, bool to_float16) {
+NVME_INLINE void set(BytesOfValues& table, const float* codes, float zero, float scale, bool to_float16,
+                     bool is_added = false) {
   Floats values[4];
   Bytes parts[4];
   std::memcpy(values, codes, sizeof values);
-  for (int i = 0; i < 4; ++i) parts[i] = bits<Bytes>(rounded<Words>((values[i] - zero) * scale, to_float16));
+  for (int i = 0; i < 4; ++i) {
+    const Floats made = is_added ? values[i] * scale + zero : (values[i] - zero) * scale;
+    parts[i] = bits<Bytes>(rounded<Words>(made, to_float16));
+  }
   const Bytes a = NVME_SHUFFLE(parts[0], parts[1], 0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
   const Bytes b = NVME_SHUFFLE(parts[2], parts[3], 0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
   table.lower = NVME_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
   table.upper = NVME_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
-NVME_INLINE void set(FloatValues& table, const float* codes, float zero, float scale, bool) {
-  for (int i = 0; i < 16; ++i) table.values[i] = (codes[i] - zero) * scale;
+NVME_INLINE void set(FloatValues& table, const float* codes, float zero, float scale, bool, bool is_added = false) {
+  for (int i = 0; i < 16; ++i) table.values[i] = is_added ? codes[i] * scale + zero : (codes[i] - zero) * scale;
 }
 
 // Fills `out` with what the numbers in `count` bytes, at most 16, select; of Halves the second ones go elsewhere.
@@ -286,8 +290,8 @@ constexpr std::size_t values_of_block(Numbers kind) {
 // Scales are read of so many groups at once.
 constexpr std::size_t kScalesAtOnce = 64;
 
-NVME_INLINE void scales_of(const PackedMatrix& matrix, std::size_t first, std::size_t count, float* out) {
-  const std::uint8_t* from = matrix.scales;
+NVME_INLINE void scales_of(const PackedMatrix& matrix, const std::uint8_t* from, std::size_t first, std::size_t count,
+                           float* out) {
   const auto set = [&](auto&& scale) {
 #pragma GCC unroll 1
     for (std::size_t i = 0; i < count; ++i) out[i] = scale(first + i);
@@ -348,7 +352,7 @@ NVME_INLINE void groups_as(const std::uint8_t* from, std::size_t count, const Pa
     if constexpr (kind <= Numbers::HighFirst) {
       constexpr Order order = kind == Numbers::LowFirst ? Order::LowFirst : Order::HighFirst;
       TableOf<Out> table;
-      set(table, matrix.table, zero, scale, to_float16);
+      set(table, matrix.table, zero, scale, to_float16, matrix.added != nullptr);
       select<order>(table, from + at / 2, length / 2, out + at);
     } else {
       const std::uint8_t* numbers = from + at;
@@ -372,8 +376,9 @@ struct Factors {
   NVME_INLINE void read(const PackedMatrix& matrix, std::size_t group, std::size_t of_groups) {
     if (count == of_groups && first == group) return;
     first = group, count = of_groups;
-    scales_of(matrix, group, of_groups, scales);
+    read_scales(matrix, group, of_groups, scales);
     zeros = zeros_of(matrix, group, of_groups, made);
+    if (matrix.added != nullptr) read_added(matrix, group, of_groups, made), zeros = made;
   }
 };
 
@@ -467,6 +472,22 @@ NVME_VERSIONS void zeros_of_columns(const PackedMatrix& matrix, std::size_t firs
   for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<float>(numbers[i]) + matrix.least_zero;
 }
 
+// Numbers stored like scales, of groups [first, first + count) of a row, that lie group by group.
+NVME_INLINE void by_groups(const PackedMatrix& matrix, const std::uint8_t* from, std::size_t first, std::size_t count,
+                           float* out) {
+  std::uint8_t together[4 * kScalesAtOnce];
+  const std::size_t row = first / matrix.groups(), size = matrix.scales_as == Scales::Float32 ? 4 : 2;
+  from += (first % matrix.groups() * matrix.rows + row) * size;
+  for (std::size_t length; count != 0; count -= length, out += length) {
+    length = std::min(count, kScalesAtOnce);
+    for (std::size_t i = 0; i < length; ++i, from += matrix.rows * size) {
+      std::memcpy(together + i * size, from, 2);
+      if (size == 4) std::memcpy(together + i * size + 2, from + 2, 2);
+    }
+    scales_of(matrix, together, 0, length, out);
+  }
+}
+
 template <class Item>
 using Tile = Item[kTile][kLongestGroup];
 
@@ -529,7 +550,12 @@ void expand_to(const PackedMatrix& matrix, bool transposed, std::size_t begin, s
 }  // namespace
 
 NVME_VERSIONS void read_scales(const PackedMatrix& matrix, std::size_t first, std::size_t count, float* out) {
-  scales_of(matrix, first, count, out);
+  if (matrix.added != nullptr) return by_groups(matrix, matrix.scales, first, count, out);
+  scales_of(matrix, matrix.scales, first, count, out);
+}
+
+NVME_VERSIONS void read_added(const PackedMatrix& matrix, std::size_t first, std::size_t count, float* out) {
+  by_groups(matrix, matrix.added, first, count, out);
 }
 
 void expand_part(const PackedMatrix& matrix, std::size_t row, std::size_t at, std::size_t count, float* out) {

@@ -42,7 +42,7 @@ struct PackedMatrix {
   float divisor;                     // of all scales; is added to nested ones
   const std::uint8_t* numbers;
   const float* table;                // what each of 16 numbers of 4 bits stands for
-  const std::uint8_t* scales;        // group by group, row by row
+  const std::uint8_t* scales;        // row by row, but for those that something is added to
   const float* zeros;                // of the same shape, subtracted first; or null, as `packed_zeros` may be:
   const std::uint8_t* packed_zeros;  // words of 32 bits for rows, or columns where numbers do, that follow each other
   std::size_t bits_of_zero;
@@ -50,6 +50,7 @@ struct PackedMatrix {
   const float* scale_table;        // what each byte of nested scales selects
   const std::uint8_t* nested;      // their scales, in float32
   const std::uint8_t* row_groups;  // which of the rows of scales is for each row, as 32 bits; or null
+  const std::uint8_t* added;       // to the products, stored as the scales are, both group by group; or null
 
   std::size_t groups() const { return (columns + group - 1) / group; }
   std::size_t scale_rows() const { return (rows + rows_of_scale - 1) / rows_of_scale; }
@@ -72,9 +73,10 @@ void expand(const PackedMatrix& matrix, Floating type, bool transposed, std::siz
 // Fills `out` with `count` values of a row from column `at` on, where a group or block begins, or part of one group.
 void expand_part(const PackedMatrix& matrix, std::size_t row, std::size_t at, std::size_t count, float* out);
 
-// Fills `out` with the scales of groups [first, first + count), divided; or returns zero points, made in `out`, or
-// null.
+// Fills `out` with the scales of groups [first, first + count), divided, or with what is added to their products; or
+// returns zero points, made in `out`, or null.
 void read_scales(const PackedMatrix& matrix, std::size_t first, std::size_t count, float* out);
+void read_added(const PackedMatrix& matrix, std::size_t first, std::size_t count, float* out);
 const float* zeros_of(const PackedMatrix& matrix, std::size_t first, std::size_t count, float* out);
 
 // Converts values from and to float32.
@@ -88,9 +90,10 @@ void multiply(const PackedMatrix& matrix, const float* inputs, std::size_t token
               float* out);
 
 // The same with the transposed matrix, whose numbers are in words: columns [begin, end), in eights, of matrix.columns
-// sums, and matrix.rows inputs for each token. Groups of rows follow each other.
-void multiply_columns(const PackedMatrix& matrix, const float* inputs, std::size_t tokens, std::size_t begin,
-                      std::size_t end, float* out);
+// sums, and matrix.rows inputs for each token. `order` has the rows by their groups, or is null if these follow each
+// other.
+void multiply_columns(const PackedMatrix& matrix, const std::uint32_t* order, const float* inputs, std::size_t tokens,
+                      std::size_t begin, std::size_t end, float* out);
 
 // In pieces of how many inputs `multiply` wants the even ones before the odd ones; 1: as they are.
 std::size_t even_first_in(const PackedMatrix& matrix);

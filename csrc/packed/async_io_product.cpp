@@ -1,6 +1,7 @@
 // Products with packed matrices, whose values are made in registers, or a few at a time, and never stored.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "packed/async_io_packed.h"
 #include "packed/async_io_versions.h"
@@ -216,38 +217,51 @@ using EightSums = float __attribute__((vector_size(32)));
 
 // Multiplies columns [begin, begin + 8 * vectors) of words with inputs for the rows.
 template <Numbers kind, std::size_t tokens, std::size_t vectors>
-NVME_INLINE void multiply_columns_at(const PackedMatrix& matrix, const float* inputs, std::size_t begin, float* out) {
+NVME_INLINE void multiply_columns_at(const PackedMatrix& matrix, const std::uint32_t* order, const float* inputs,
+                                     std::size_t begin, float* out) {
   constexpr std::size_t kColumns = 8 * vectors;
   using Ints = std::int32_t __attribute__((vector_size(32)));
   const EightWords even_first{0, 16, 4, 20, 8, 24, 12, 28};
   constexpr std::size_t of_word = kind == Numbers::EvenFirst ? 1 : kind == Numbers::Stacked4 ? 8 : 4;
   constexpr std::uint32_t bits = kind == Numbers::Stacked8 ? 8 : 4, mask = (1U << bits) - 1;
-  EightSums sums[tokens][vectors]{};
-  for (std::size_t row = 0, group = 0; row < matrix.rows; ++group) {
+  EightSums sums[tokens][vectors]{}, of_group[tokens][vectors], zeros[vectors];
+  EightWords words[vectors];
+  const auto read = [&](std::size_t row) NVME_INLINED {
+    if constexpr (of_word == 1) {
+      const std::uint8_t* const from = matrix.numbers + (row * matrix.columns + begin) / 2;
+      for (std::size_t i = 0; i < vectors; ++i) {
+        std::uint32_t word;
+        std::memcpy(&word, from + 4 * i, sizeof word);
+        words[i] = (EightWords{} + word) >> even_first;
+      }
+    } else {
+      std::memcpy(words, matrix.numbers + (row / of_word * matrix.columns + begin) * 4, sizeof words);
+    }
+  };
+  const auto add = [&](std::size_t row, std::size_t of_words) NVME_INLINED {
+    for (std::size_t i = 0; i < vectors; ++i) {
+      const auto integers = (Ints)((words[i] >> static_cast<std::uint32_t>(bits * of_words)) & mask);
+      const auto number = __builtin_convertvector(integers, EightSums) - zeros[i];
+      for (std::size_t token = 0; token < tokens; ++token) {
+        of_group[token][i] += number * inputs[token * matrix.rows + row];
+      }
+    }
+  };
+  for (std::size_t at = 0; at < matrix.rows;) {
+    const std::size_t group = matrix.scale_row(order == nullptr ? at : order[at]);
     float scales[kColumns], made[kColumns];
-    EightSums of_group[tokens][vectors]{}, zeros[vectors];
     read_scales(matrix, group * matrix.columns + begin, kColumns, scales);
     std::memcpy(zeros, zeros_of(matrix, group * matrix.columns + begin, kColumns, made), sizeof zeros);
-    for (const std::size_t end = std::min(row + matrix.rows_of_scale, matrix.rows); row < end; row += of_word) {
-      EightWords words[vectors];
-      if constexpr (of_word == 1) {
-        const std::uint8_t* const from = matrix.numbers + (row * matrix.columns + begin) / 2;
-        for (std::size_t i = 0; i < vectors; ++i) {
-          std::uint32_t word;
-          std::memcpy(&word, from + 4 * i, sizeof word);
-          words[i] = (EightWords{} + word) >> even_first;
-        }
-      } else {
-        std::memcpy(words, matrix.numbers + (row / of_word * matrix.columns + begin) * 4, sizeof words);
+    std::memset(of_group, 0, sizeof of_group);
+    if (order == nullptr) {
+      for (const std::size_t end = std::min(at + matrix.rows_of_scale, matrix.rows); at < end; at += of_word) {
+        read(at);
+        for (std::size_t k = 0; k < of_word; ++k) add(at + k, k);
       }
-      for (std::size_t k = 0; k < of_word; ++k) {
-        for (std::size_t i = 0; i < vectors; ++i) {
-          const auto integers = (Ints)((words[i] >> static_cast<std::uint32_t>(bits * k)) & mask);
-          const auto number = __builtin_convertvector(integers, EightSums) - zeros[i];
-          for (std::size_t token = 0; token < tokens; ++token) {
-            of_group[token][i] += number * inputs[token * matrix.rows + row + k];
-          }
-        }
+    } else {
+      for (; at < matrix.rows && matrix.scale_row(order[at]) == group; ++at) {
+        read(order[at]);
+        add(order[at], order[at] % of_word);
       }
     }
     for (std::size_t token = 0; token < tokens; ++token) {
@@ -265,35 +279,35 @@ NVME_INLINE void multiply_columns_at(const PackedMatrix& matrix, const float* in
 
 // As many columns at once as there are registers for their sums.
 template <Numbers kind, std::size_t tokens>
-NVME_INLINE void multiply_columns(const PackedMatrix& matrix, const float* inputs, std::size_t begin, std::size_t end,
-                                  float* out) {
+NVME_INLINE void multiply_columns(const PackedMatrix& matrix, const std::uint32_t* order, const float* inputs,
+                                  std::size_t begin, std::size_t end, float* out) {
   constexpr std::size_t kVectors = tokens == 1 ? 8 : tokens == 2 ? 4 : 2;
   for (; begin + 8 * kVectors <= end; begin += 8 * kVectors) {
-    multiply_columns_at<kind, tokens, kVectors>(matrix, inputs, begin, out);
+    multiply_columns_at<kind, tokens, kVectors>(matrix, order, inputs, begin, out);
   }
-  for (; begin < end; begin += 8) multiply_columns_at<kind, tokens, 1>(matrix, inputs, begin, out);
+  for (; begin < end; begin += 8) multiply_columns_at<kind, tokens, 1>(matrix, order, inputs, begin, out);
 }
 
 template <std::size_t tokens>
-NVME_VERSIONS void multiply_columns(const PackedMatrix& matrix, const float* inputs, std::size_t begin, std::size_t end,
-                                    float* out) {
+NVME_VERSIONS void multiply_columns(const PackedMatrix& matrix, const std::uint32_t* order, const float* inputs,
+                                    std::size_t begin, std::size_t end, float* out) {
   switch (matrix.numbers_as) {
     case Numbers::Stacked4:
-      return multiply_columns<Numbers::Stacked4, tokens>(matrix, inputs, begin, end, out);
+      return multiply_columns<Numbers::Stacked4, tokens>(matrix, order, inputs, begin, end, out);
     case Numbers::Stacked8:
-      return multiply_columns<Numbers::Stacked8, tokens>(matrix, inputs, begin, end, out);
+      return multiply_columns<Numbers::Stacked8, tokens>(matrix, order, inputs, begin, end, out);
     default:
-      return multiply_columns<Numbers::EvenFirst, tokens>(matrix, inputs, begin, end, out);
+      return multiply_columns<Numbers::EvenFirst, tokens>(matrix, order, inputs, begin, end, out);
   }
 }
 
 }  // namespace
 
-void multiply_columns(const PackedMatrix& matrix, const float* inputs, std::size_t tokens, std::size_t begin,
-                      std::size_t end, float* out) {
+void multiply_columns(const PackedMatrix& matrix, const std::uint32_t* order, const float* inputs, std::size_t tokens,
+                      std::size_t begin, std::size_t end, float* out) {
   constexpr decltype(&multiply_columns<1>) kBy[] = {multiply_columns<1>, multiply_columns<2>, multiply_columns<3>,
                                                     multiply_columns<4>};
-  return kBy[tokens - 1](matrix, inputs, begin, end, out);
+  return kBy[tokens - 1](matrix, order, inputs, begin, end, out);
 }
 
 std::size_t even_first_in(const PackedMatrix& matrix) {
@@ -309,13 +323,22 @@ void multiply(const PackedMatrix& matrix, const float* inputs, std::size_t token
               float* out) {
 #if defined(__x86_64__)
   if (const Row multiply_one = row_of(matrix, tokens)) {
-    float scales[kMostGroups], of_zeros[kMostGroups];
+    float scales[kMostGroups], of_zeros[kMostGroups], totals[kMostTokens][kMostGroups];
     const std::size_t groups = matrix.groups();
+    for (std::size_t i = 0; matrix.added != nullptr && i < tokens * groups; ++i) {  // what is added is multiplied with
+      const float* const first = inputs + i / groups * matrix.columns + i % groups * matrix.group;
+      totals[i / groups][i % groups] = std::accumulate(first, first + matrix.group, 0.F);
+    }
     for (std::size_t row = begin, first = 0; row < end; ++row) {
       if (const std::size_t next = row / matrix.rows_of_scale * groups; row == begin || next != first) {
         read_scales(matrix, first = next, groups, scales);
       }
       multiply_one(matrix, row, scales, zeros_of(matrix, first, groups, of_zeros), inputs, out);
+      if (matrix.added == nullptr) continue;
+      read_added(matrix, first, groups, of_zeros);
+      for (std::size_t token = 0; token < tokens; ++token) {
+        out[token * matrix.rows + row] += dot(of_zeros, totals[token], groups);
+      }
     }
     return;
   }

@@ -76,7 +76,7 @@ class BlockLayout:
         if self.kind not in _BLOCKS:
             return None
         sizes = (self.rows, self.columns, self.values, 1)
-        return (self.kind.lower(), "none", *sizes, 1.0, None, None, None, 0, 0.0, None, False)
+        return (self.kind.lower(), "none", *sizes, 1.0, None, None, None, 0, 0.0, None, False, False)
 
     def expand(self, stored: torch.Tensor, divisor: float, out: torch.Tensor, transposed: bool) -> None:
         """Fills ``out`` with the values, or with the transposed matrix."""

@@ -52,7 +52,7 @@ class MatrixLayout:
         row_groups: whether the groups of the rows are stored: which rows of the scales are theirs, as int32.
         scale_table: what each byte of nested scales selects.
         added: whether scales lie group by group, and as many numbers follow that are added to the products, as in
-            torchao's integers of 4 bits. These are expanded by torch's operations.
+            torchao's integers of 4 bits.
         width: columns of the values, if groups go on in the next row, so that ``columns`` are others; or 0.
     """
 
@@ -97,7 +97,7 @@ class MatrixLayout:
     @property
     def is_multiplied(self) -> bool:
         """Whether native code may multiply with the numbers."""
-        return not self.width and not self.added
+        return not self.width
 
     @property
     def has_columns(self) -> bool:
@@ -119,18 +119,16 @@ class MatrixLayout:
         """Bytes of all of them."""
         return sum(self.sizes)
 
-    def matrix(self, divisor: float) -> tuple[Any, ...] | None:
+    def matrix(self, divisor: float) -> tuple[Any, ...]:
         """Returns what native code needs to know of a matrix whose scales are divided by ``divisor``.
 
-        Nested scales are not divided: it is added to them. None: there is no native code for it.
+        Nested scales are not divided: it is added to them.
         """
-        if self.added:
-            return None
         sizes = (self.rows, self.columns, self.group, self.rows_of_scale)
         zeros = (self.zeros, self.least_zero)
         return (
             *(self.numbers, self.scales, *sizes, divisor, _table(self.table), None, None, *zeros),
-            *(_table(self.scale_table), self.row_groups),
+            *(_table(self.scale_table), self.row_groups, self.added),
         )
 
     def expand(self, stored: torch.Tensor, divisor: float, out: torch.Tensor, transposed: bool) -> None:

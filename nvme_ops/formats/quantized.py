@@ -223,7 +223,7 @@ class Scaled(WeightFormat):
         rows_of_scale = rows // of_rows if of_matrices == matrices else count * rows
         sizes = (count * rows, columns, columns // groups, rows_of_scale)
         numbers = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}[stored.dtype]
-        return numbers, "float32", *sizes, 1.0, None, self.scale, self.zero, 0, 0, None, False
+        return numbers, "float32", *sizes, 1.0, None, self.scale, self.zero, 0, 0, None, False, False
 
 
 def are_few(inputs: torch.Tensor) -> bool:
@@ -250,8 +250,8 @@ def multiplied(
     if not are_few(inputs):
         return None
     out = torch.empty(len(inputs), width, dtype=inputs.dtype, device="cpu")
-    done = native().multiply(matrices, stored, inputs, out, NATIVE[inputs.dtype], torch.get_num_threads(), by_columns)
-    return out if done else None  # if rows belong to groups in any order, none is made
+    native().multiply(matrices, stored, inputs, out, NATIVE[inputs.dtype], torch.get_num_threads(), by_columns)
+    return out
 
 
 def _wide(factor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

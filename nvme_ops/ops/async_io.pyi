@@ -158,7 +158,7 @@ def multiply(
     threads: int,
     by_columns: bool,
     /,
-) -> bool: ...
+) -> None: ...
 def quantize_states(
     map: tuple[torch.Tensor, ...],
     values: torch.Tensor,

@@ -37,6 +37,8 @@ LAYOUTS = {
     "gptq int8": MatrixLayout("stacked8", 72, 76, 1, "bfloat16", None, 8, 1, 20),
     "gptq in any order": MatrixLayout("stacked4", 64, 600, 1, "float16", None, 4, 0, 16, True),
     "awq": MatrixLayout("even_first", 70, 144, 1, "float16", None, 4, 0, 32),
+    "added": MatrixLayout("low_first", 72, 128, 32, "bfloat16", INT4, added=True),
+    "added to rows": MatrixLayout("high_first", 71, 90, 90, "float32", NF4, added=True),
 }
 
 
@@ -123,7 +125,7 @@ assert os.waitpid(child, 0)[1] == 0
 def telling_bytes(layout: MatrixLayout) -> torch.Tensor:
     """Random ones, but for scales that say something and numbers without infinities and NaN."""
     stored = random_bytes(layout)
-    count = -(-layout.rows // layout.rows_of_scale) * layout.groups
+    count = -(-layout.rows // layout.rows_of_scale) * layout.groups * (1 + layout.added)
     scales = stored[layout.sizes[0] : sum(layout.sizes[:2])]
     if layout.scales == "nested":
         scales[count:] = torch.rand(-(-count // 256)).view(torch.uint8)
@@ -175,8 +177,9 @@ def test_products_with_the_transposed_of_words_are_those_with_the_values(name: s
     layout = replace(layout, columns=layout.columns + -layout.columns % 8)
     layouts = [layout, replace(layout, columns=8)]
     parts = [telling_bytes(each) for each in layouts]
-    for part in parts if layout.row_groups else ():
-        part[-4 * layout.rows :] = (torch.arange(layout.rows, dtype=torch.int32) // 16).view(torch.uint8)
+    for part, factor in zip(parts, (5, 1), strict=True) if layout.row_groups else ():  # any order, and as they lie
+        groups = torch.arange(layout.rows, dtype=torch.int32) * factor % layout.rows // 16
+        part[-4 * layout.rows :] = groups.view(torch.uint8)
     stored, form = torch.cat(parts), Packed(layouts, [(1.7, 0.5)], None, True)
     values = torch.empty(form.shape(()), dtype=torch.float64)
     form.expand(stored, values)
@@ -187,9 +190,10 @@ def test_products_with_the_transposed_of_words_are_those_with_the_values(name: s
         error = (actual.double() - wanted).abs() / (inputs.double().abs() @ values.T.abs())
         assert error.max() < {torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     assert form.product(stored, torch.randn(tokens, layout.columns + 8).half(), transposed=True) is None  # a sum of two
-    if layout.row_groups:  # which follow each other above
-        stored[-4:] = 0
-        assert form.product(stored, inputs, transposed=False) is None
+    if layout.row_groups:
+        stored[-4:] = 77
+        with pytest.raises(ValueError, match="group that is not there"):
+            form.product(stored, inputs, transposed=False)
     for other in (replace(layout, rows_of_scale=12), replace(layout, columns=4)):
         assert Packed([other], [(1.0,)], None, True).product(random_bytes(other), inputs, transposed=False) is None
 
@@ -208,7 +212,7 @@ def test_threads_make_products_at_the_same_time() -> None:
 
 def test_what_is_too_small_or_of_no_such_kind_is_refused() -> None:
     stored, scales, out = torch.zeros(64, dtype=torch.uint8), torch.ones(4), torch.empty(4, 32)
-    matrix = ("low_first", "float32", 4, 32, 32, 1, 1.0, torch.tensor(INT4), scales, None, 0, 0, None, False)
+    matrix = ("low_first", "float32", 4, 32, 32, 1, 1.0, torch.tensor(INT4), scales, None, 0, 0, None, False, False)
 
     def refused(place: int, value: Any, **changes: Any) -> None:
         given = {"stored": stored, "begin": 0, "out": out, "dtype": "float32", "transposed": False, **changes}
@@ -219,6 +223,7 @@ def test_what_is_too_small_or_of_no_such_kind_is_refused() -> None:
     for place, value in (
         (0, "low"), (0, "int8"), (0, "q4_0"), (1, "float64"), (1, "none"), (2, 5), (2, 0), (3, 33), (3, 0), (4, 0),
         (4, 31), (5, 0), (7, None), (7, torch.ones(15)), (8, None), (8, scales[1:]), (9, scales[1:]), (10, 4), (10, 3),
+        (13, True), (14, True),
     ):  # fmt: skip
         refused(place, value)
     for changes in (
@@ -226,17 +231,21 @@ def test_what_is_too_small_or_of_no_such_kind_is_refused() -> None:
         {"stored": stored[1:]}, {"begin": 1 << 60},
     ):  # fmt: skip
         refused(0, "low_first", **changes)
-    words = ("stacked4", "float32", 8, 8, 1, 8, 1.0, None, torch.ones(8), None, 4, 1, None, False)
+    for spoiled in ({5: 2}, {9: scales}, {10: 4}, {1: "e8m0"}, {0: "int8", 7: None}):  # what is added has its own rules
+        changed = tuple(spoiled.get(place, value) for place, value in enumerate((*matrix[:-1], True)))
+        with pytest.raises(ValueError, match="cannot be packed"):
+            native().expand(changed, torch.zeros(999, dtype=torch.uint8), 0, out, "float32", False, 1)
+    words = ("stacked4", "float32", 8, 8, 1, 8, 1.0, None, torch.ones(8), None, 4, 1, None, False, False)
     stored, out = torch.zeros(8 * 8 // 2 + 4 + 32, dtype=torch.uint8), torch.empty(8, 8)
     wrong: list[dict[int, Any]] = [
         {2: 4}, {3: 12}, {4: 8}, {7: torch.tensor(INT4)}, {10: 8}, {10: 0}, {1: "nested"}, {12: torch.ones(256)},
-        {1: "nested", 12: torch.ones(255)}, {0: "stacked8"}, {0: "even_first", 3: 12},
+        {1: "nested", 12: torch.ones(255)}, {0: "stacked8"}, {0: "even_first", 3: 12}, {14: True},
     ]  # fmt: skip
     for spoiled in wrong:
         changed = tuple(spoiled.get(place, value) for place, value in enumerate(words))
         with pytest.raises(ValueError, match=r"packed|bytes|columns"):
             native().expand(changed, stored, 0, out, "float32", False, 1)
-    ordered = (*words[:-1], True)
+    ordered = (*words[:-2], True, False)
     native().expand(ordered, stored, 0, out, "float32", False, 1)
     stored[-4] = 1
     with pytest.raises(ValueError, match="group that is not there"):
@@ -246,12 +255,10 @@ def test_what_is_too_small_or_of_no_such_kind_is_refused() -> None:
     for dtype in (torch.float32, torch.float64):  # by native code, and by torch's operations
         with pytest.raises(ValueError, match="group that is not there"):
             expanded(layout, parts, dtype, False, 1.0)
-    with pytest.raises(ValueError, match="cannot be packed"):
-        native().expand((*matrix[:-1], True), stored, 0, out, "float32", False, 1)
     stored, out = torch.zeros(64, dtype=torch.uint8), torch.empty(4, 32)
     with pytest.raises(TypeError, match="must be a tuple"):
         native().expand([], stored, 0, out, "float32", False, 1)
-    wide = ("int8", "float32", 1, 600, 600, 1, 1.0, None, scales, None, 0, 0, None, False)
+    wide = ("int8", "float32", 1, 600, 600, 1, 1.0, None, scales, None, 0, 0, None, False, False)
     numbers = torch.zeros(600, dtype=torch.int8)
     native().expand(wide, numbers, 0, torch.empty(600), "float32", False, 1)
     with pytest.raises(ValueError, match="cannot be transposed"):
