@@ -5,6 +5,7 @@ It writes as ``save`` does, whose tests kill it, fill the disk and have others a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -13,7 +14,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,24 @@ def test_metadata_of_a_file_of_torch(folder: Path) -> None:
     convert(str(folder / "source.pt"), str(folder / "target.pt"))
     assert contents(folder / "target.pt").metadata == {"step": "3"}
     assert torch.load(folder / "target.pt").keys() == model.state_dict().keys()
+
+
+def test_a_source_that_is_written_to_meanwhile_is_not_converted(folder: Path) -> None:
+    source, target = folder / "source.safetensors", folder / "target.pt"
+    nvme_ops.save({name: torch.ones(1000) for name in "ab"}, source)
+
+    @contextlib.contextmanager
+    def meanwhile(_: int) -> Iterator[Callable[[int], None]]:
+        def write(_: int) -> None:
+            with source.open("r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(bytes(4))
+
+        yield write
+
+    with pytest.raises(FormatError, match=r"source\.safetensors was changed while"):
+        convert(str(source), str(target), verify=False, on_progress=meanwhile)
+    assert not target.exists()
 
 
 def test_an_expanded_tensor_is_not_written_one_by_one_without_end(folder: Path) -> None:
