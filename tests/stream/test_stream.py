@@ -329,8 +329,10 @@ def test_seek_from_every_base_and_lines(path: Path) -> None:
 def test_modes(path: Path) -> None:
     path.write_bytes(b"0123456789")
     with nvme_ops.open(path, "r+") as file:
+        assert file.peek(4) == b"0123"
         file.seek(2)
         file.write(b"xx")
+        assert file.peek(4) == b"4567"
         file.seek(0)
         assert file.read() == b"01xx456789"
     with nvme_ops.open(path, "a") as file:
