@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
 from nvme_ops import aio_handle
 from nvme_ops.base.native import native
@@ -42,6 +43,8 @@ NOBODY = 65534
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("repeatable")
+# Numbers and texts in the modules of ours that are imported by then would be among the examples.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 os.environ["COLUMNS"] = "80"  # whatever terminal the tests run in

@@ -150,8 +150,8 @@ class Source:
 
     def range(self, begin: int, nbytes: int) -> list[FileExtent]:
         """Returns the extents of ``nbytes`` bytes that begin at byte ``begin`` of the tensor."""
-        if nbytes and nbytes == self.nbytes:
-            return list(self.extents)
+        if not begin and nbytes == self.nbytes:
+            return [extent for extent in self.extents if extent.nbytes]
         extents = []
         place = max(0, bisect_right(self._begins, begin) - 1)
         while nbytes and place < len(self.extents):

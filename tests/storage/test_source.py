@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nvme_ops.storage.source import FileExtent, Source
@@ -18,6 +18,7 @@ def bytes_of(extents: Any) -> list[tuple[Any, int]]:
     return [(file, start + at) for file, start, nbytes in extents for at in range(nbytes)]
 
 
+@example(extents=[("a", 0, 1)], begin=1, nbytes=1)
 @given(extents=EXTENTS, begin=st.integers(0, 32), nbytes=st.integers(0, 32))
 def test_a_range_has_the_bytes_of_a_slice(extents: Any, begin: int, nbytes: int) -> None:
     given_bytes = bytes_of(extents)
