@@ -209,7 +209,7 @@ def _work(future: SaveFuture, place: str, plan: Plan, turn: Turn, handle: aio_ha
 class _Copies:
     """Copies as many tensors as fit into ``budget`` bytes (all when None) into one allocation."""
 
-    @collector_paused()
+    @collector_paused
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int | None) -> None:
         places: dict[int, int] = {}  # of the copies, by the number of the tensor
         size = 0

@@ -120,7 +120,7 @@ def _runs(wanted: Iterable[Wanted], device: torch.device) -> list[tuple[int, int
     return runs
 
 
-@collector_paused()
+@collector_paused
 def _cut(
     base: torch.Tensor, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]], places: Sequence[int]
 ) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ class SafetensorsPlan(Plan):
                 os.ftruncate(file.fd, max([len(head), *(entry.end for entry in self.header.entries.values())]))
 
 
-@collector_paused()
+@collector_paused
 def plan(obj: Any, options: SaveOptions, save: str | None = None) -> SafetensorsPlan:
     """Plans a file. Raises TypeError and ValueError for what the format cannot store.
 
@@ -115,7 +115,7 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
     return {name: kind for name, (_, _, kind) in zip(entries, wanted, strict=True)}
 
 
-@collector_paused()
+@collector_paused
 def _wanted(
     header: Header, path: str, targets: Targets | None, request: Request
 ) -> tuple[dict[str, TensorEntry], list[Wanted]]:

@@ -133,7 +133,7 @@ def _fill_or_make(
     return taken
 
 
-@collector_paused()
+@collector_paused
 def _make(archive: Archive, described: Mapping[str, DenseTensor], map_location: Any) -> dict[str, torch.Tensor]:
     by_record: dict[str, list[DenseTensor]] = {}
     for tensor in described.values():

@@ -33,7 +33,7 @@ from nvme_ops.io.tensors import collector_paused
 _Wanted: TypeAlias = tuple[int, int, str]
 
 
-@collector_paused()
+@collector_paused
 def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     """Loads the object. ``map_location`` is that of ``torch.load``."""
     archive = file.archive()

@@ -150,7 +150,7 @@ def _is_plain(value: Any, offloaded: bool) -> bool:
     return is_dense(value) if offloaded else not value.__dict__
 
 
-@collector_paused()
+@collector_paused
 def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Returns the pickle of ``torch.save``, and byte tensors over the storages: records ``data/0``, ``data/1``, ...
 
@@ -179,9 +179,10 @@ class TorchPlan(Plan):
     tensors: list[torch.Tensor]
     options: SaveOptions
 
+    @collector_paused
     def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""
-        with collector_paused(), replacing(path, self.options.durable, self.options.recycle) as file:
+        with replacing(path, self.options.durable, self.options.recycle) as file:
             records, end = self.records()
             others = records
             if borrowed is not None:

@@ -112,7 +112,7 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
     return bytes(text), size
 
 
-@collector_paused()
+@collector_paused
 def decode(text: bytes, size: int, path: str) -> Header:
     """Parses the JSON text of a file of ``size`` bytes. Raises FormatError."""
     start = 8 + len(text)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import gc
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,8 @@ from nvme_ops.lazy.offloaded import OffloadedTensor
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Buffer
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MIN_ALIGNMENT = 8  # bytes: what safetensors pads its header to
 #: Bytes to which torch aligns what it allocates on an accelerator. For operands that are aligned to fewer than 256,
 #: libraries may take other kernels, which round otherwise: CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES of cuBLASLt.
@@ -76,19 +78,24 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pauses Python's garbage collector while a block makes thousands of objects, which it would scan often.
+def collector_paused(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Pauses Python's garbage collector while a function makes thousands of objects, which it would scan often.
 
-    Also works as a decorator. Garbage of other threads is not collected meanwhile either.
+    Garbage of other threads is not collected meanwhile either. This is no context manager: Ctrl-C may come as one of
+    Python's begins or ends, which would leave the collector off.
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+
+    @functools.wraps(function)
+    def paused(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        was_on = gc.isenabled()
+        try:
+            gc.disable()
+            return function(*args, **kwargs)
+        finally:
+            if was_on:
+                gc.enable()
+
+    return paused
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def test_ctrl_c_at_any_moment_leaves_what_was_complete(make: Make, kind: type[Ca
         where = interrupted(one.work, number)
         try:
             assert torch.is_grad_enabled()
+            assert gc.isenabled()
             one.check()
             one.work()
             one.check()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,23 +23,30 @@ from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import collector_paused
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-@contextlib.contextmanager
-def _lean() -> Iterator[None]:
-    """Turns off what, with thousands of tensors, takes longer than the I/O.
+
+def _lean(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Turns off, while a function runs, what, with thousands of tensors, takes longer than the I/O.
 
     Python's garbage collector scans the objects of DCP's plans, none of which is garbage; and DCP makes two log records
     for every tensor, even if no handler uses them.
     """
-    logger = dcp_logger._dcp_logger
-    off = not logger.disabled and not _has_handler(logger)
-    with collector_paused():
-        logger.disabled = logger.disabled or off
+
+    @functools.wraps(function)
+    @collector_paused
+    def lean(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        logger = dcp_logger._dcp_logger
+        off = not logger.disabled and not _has_handler(logger)
         try:
-            yield
+            logger.disabled = logger.disabled or off
+            return function(*args, **kwargs)
         finally:
             if off:
                 logger.disabled = False
+
+    return lean
 
 
 def _has_handler(logger: logging.Logger) -> bool:
@@ -48,7 +55,7 @@ def _has_handler(logger: logging.Logger) -> bool:
     return inherited or not all(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
 
 
-@_lean()
+@_lean
 def save(
     state_dict: dict[str, Any],
     checkpoint_id: str | os.PathLike[str],
@@ -84,7 +91,7 @@ def save(
     return saved
 
 
-@_lean()
+@_lean
 def load(
     state_dict: dict[str, Any],
     checkpoint_id: str | os.PathLike[str],

@@ -84,7 +84,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             self._reading.close()
             self._reading = None
 
-    @collector_paused()
+    @collector_paused
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
         """Reads the metadata. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
@@ -102,7 +102,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    @collector_paused()
+    @collector_paused
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata needed for reading."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -123,7 +123,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             raise FormatError(f"{self.path}: a save replaced the checkpoint while ranks opened it: load it again")
         return super().prepare_global_plan(plans)
 
-    @collector_paused()
+    @collector_paused
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads this rank's part: plain tensors first, the rest as DCP's own reader does."""
         try:

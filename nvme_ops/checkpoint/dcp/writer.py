@@ -125,7 +125,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             what = "the folder has a checkpoint, and overwrite is False"
             raise FileExistsError(errno.EEXIST, what, os.fspath(self.path))
 
-    @collector_paused()
+    @collector_paused
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file."""
         results: list[WriteResult] = []
@@ -147,7 +147,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         future.set_result(results)
         return future
 
-    @collector_paused()
+    @collector_paused
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes what all ranks wrote as the checkpoint, then removes the old one."""
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):

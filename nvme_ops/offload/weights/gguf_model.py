@@ -93,7 +93,7 @@ def gguf_weights(
         made[name] = torch.cat([part for _, part in sorted(parts.items())], 1)  # type: ignore[assignment]
     if unused:
         listed = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
-        warnings.warn(f"{files[0].path}: transformers' model has no place for {listed}", stacklevel=3)
+        warnings.warn(f"{files[0].path}: transformers' model has no place for {listed}", stacklevel=4)
     return GgufWeights(made, factors)
 
 

@@ -80,6 +80,7 @@ _INTERNAL = ("_from_auto", "_from_pipeline", "_commit_hash")  # given by transfo
 _CODE_OPTIONS = ("trust_remote_code", "code_revision")  # of custom code beside the files
 
 
+@collector_paused
 def from_pretrained(
     path: Path | Sequence[Path],
     *,
@@ -164,7 +165,7 @@ def from_pretrained(
     wants_info = kwargs.pop("output_loading_info", False)
     origin = _origin_of(path, kwargs)
     weights = Weights(budgets.nbytes, budgets.name)
-    with collector_paused(), contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
         sources: dict[str, Source] = {}
         headers: list[gguf.GgufHeader] = []
