@@ -1,4 +1,4 @@
-"""What 8 and 4 bits cost a model. python examples/offload_quality.py [FOLDER] [STEPS]; needs transformers.
+"""What 8 and 4 bits cost a model. python examples/offload_quality.py [FOLDER [STEPS]]; needs transformers.
 
 A small model learns to predict the bytes of Python's library: 2,500 steps are about ten minutes on two cores, and make
 the table of docs/offload.md. Put a model and a text of your own in their place.
