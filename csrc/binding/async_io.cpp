@@ -126,7 +126,7 @@ PyMethodDef functions[] = {
     {"note_ending", method<note_ending>, METH_VARARGS, "Counts memory as released; for weak references."},
     {"wait_for_ending", method<wait_for_ending>, METH_VARARGS, "Waits for another one; sweeps all engines."},
     {"trim_pool", method<trim_pool>, METH_VARARGS, "Returns unused memory to the system, but for `keep`."},
-    {"allocate_from_pool", method<allocate_from_pool>, METH_O, "True begins, False ends it; False where it cannot be."},
+    {"pool_large_tensors", method<pool_large_tensors>, METH_NOARGS, "Lasts as long as the result; None: it cannot be."},
     {"shut_down", method<shut_down>, METH_NOARGS, "Finishes all operations and ends all threads."},
     {nullptr, nullptr, 0, nullptr}};
 

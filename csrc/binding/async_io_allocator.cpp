@@ -63,12 +63,13 @@ bool install() {
 
 }  // namespace
 
-PyObject* allocate_from_pool(PyObject*, PyObject* begin) {
-  const int wanted = PyObject_IsTrue(begin);
-  if (wanted < 0) throw PythonError();
-  if (!install()) Py_RETURN_FALSE;
-  uses += wanted != 0 ? 1 : -1;
-  Py_RETURN_TRUE;
+// An object and no pair of calls, between which Ctrl-C may come.
+PyObject* pool_large_tensors(PyObject*, PyObject*) {
+  if (!install()) Py_RETURN_NONE;
+  PyObject* const use = PyCapsule_New(&uses, nullptr, [](PyObject*) { --uses; });
+  if (use == nullptr) throw PythonError();
+  ++uses;
+  return use;
 }
 
 }  // namespace nvme_ops

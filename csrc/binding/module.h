@@ -32,7 +32,7 @@ PyObject* multiply(PyObject*, PyObject* arguments);
 PyObject* quantize_states(PyObject*, PyObject* arguments);
 PyObject* expand_states(PyObject*, PyObject* arguments);
 PyObject* round_states(PyObject*, PyObject* arguments);
-PyObject* allocate_from_pool(PyObject*, PyObject* begin);
+PyObject* pool_large_tensors(PyObject*, PyObject*);
 
 // Many tensors in one call, for checkpoints of thousands of small ones.
 PyObject* overlapping(PyObject*, PyObject* tensors);

@@ -18,9 +18,9 @@ def large_tensors_pooled(keep: int = 0) -> Iterator[None]:
         keep: the most bytes that stay for reuse afterwards, if there were not more before.
     """
     cached = native().pool_statistics()["cached_bytes"]
-    native().allocate_from_pool(True)
+    use = native().pool_large_tensors()
     try:
         yield
     finally:
-        native().allocate_from_pool(False)
+        del use
         native().trim_pool(max(cached, keep))

@@ -72,9 +72,10 @@ def test_memory_is_never_reused_under_a_view() -> None:
 @pytest.fixture
 def pooled() -> Iterator[None]:
     gc.collect()  # what earlier tests left must not be freed while this one counts
-    assert native().allocate_from_pool(True)
+    use = native().pool_large_tensors()
+    assert use is not None
     yield
-    native().allocate_from_pool(False)
+    del use
 
 
 def made(size: int = SIZE) -> torch.Tensor:
@@ -88,11 +89,10 @@ from nvme_ops.base.native import native
 from tests.memory.test_empty import live, made
 
 earlier, before = made(), live()
-assert native().allocate_from_pool(True)
-assert native().allocate_from_pool(True)
-native().allocate_from_pool(False)
+uses = [native().pool_large_tensors() for _ in range(2)]
+uses.pop()
 kept = made()
-native().allocate_from_pool(False)
+uses.pop()
 later = made()
 assert [native().in_pool(each) for each in (earlier, kept, later)] == [False, True, False]
 del earlier, later

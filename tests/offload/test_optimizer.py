@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 import pickle
 import signal
@@ -519,6 +520,8 @@ def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path
             step(number, Interrupt(number))
         assert ours.steps == len(chosen) + 1
         assert differ(states(ours)[:-1], states(plain)[:-1]) == ""
+    gc.collect()
+    assert not native().in_pool(torch.empty(1 << 20, dtype=torch.uint8)), "torch's own allocator is back"
 
 
 @pytest.mark.parametrize("reuse", [False, True])

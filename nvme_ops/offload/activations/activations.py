@@ -188,7 +188,7 @@ class Activations(Policy[Unit]):
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was last asked for
         self._before = ActivationStats()  # when this pass began
         self._ended: Pass | None = None
-        self._pooling = False  # torch takes memory for large tensors from the pool
+        self._pooling: object | None = None  # while this lives, torch takes memory for large tensors from the pool
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
             self._files = StripedSlabs(session, "activations", handle_of(handle), None)
@@ -340,7 +340,7 @@ class Activations(Policy[Unit]):
             if self._closed:
                 return
             self._closed = True
-            self._end_pooling()
+            self._pooling = None
             transfers, homes = list[IoFuture](), list[Home]()
             if self._process == os.getpid():
                 for unit in list(self._writing):
@@ -382,8 +382,8 @@ class Activations(Policy[Unit]):
         self._bytes += unit.nbytes
         self._held_bytes += unit.nbytes
         self._young.setdefault(threading.get_ident(), deque(maxlen=_YOUNG)).append(unit.number)
-        if not self._pooling:
-            self._pooling = self._native.allocate_from_pool(True)
+        if self._pooling is None:
+            self._pooling = self._native.pool_large_tensors()
         if self._memory is not None:
             self._take_part(self._memory, unit)
         if not self._this_pass:
@@ -497,12 +497,7 @@ class Activations(Policy[Unit]):
         self._last_pass, self._this_pass = self._this_pass, 0
         self._set_limits()
         self._young.clear()
-        self._end_pooling()
-
-    def _end_pooling(self) -> None:
-        if self._pooling:
-            self._native.allocate_from_pool(False)
-            self._pooling = False
+        self._pooling = None
 
     def _drop(self, unit: Unit) -> None:
         """Forgets a unit that nobody can ask for any more."""

@@ -85,12 +85,13 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
             folder, given=budgets.own, budget_name=budgets.name, host=host, checksums=checksums, handle=handle
         )
         self._choice = Choice(least) if policy == "auto" else None
+        self._pooling: list[object] = []  # one for each block that is in progress
         super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)
 
     def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
         with contextlib.ExitStack() as undo:  # of an entry that Ctrl-C ends, which no ``__exit__`` follows
-            native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
-            undo.callback(native().allocate_from_pool, False)
+            self._pooling.append(native().pool_large_tensors())  # the first ones saved are made before that is known
+            undo.callback(self._pooling.pop)
             if self._choice is not None:
                 undo.enter_context(self._choice)
             undo.pop_all()
@@ -104,7 +105,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
                 if self._choice is not None:
                     self._choice.__exit__(*about)
             finally:
-                native().allocate_from_pool(False)
+                self._pooling.pop()
 
     @never_raising
     def __repr__(self) -> str:
