@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import io
@@ -240,7 +241,8 @@ def refusal(main: Callable[[list[str]], int], words: list[str]) -> tuple[int, st
 def _serve_child(body: Callable[[], object], report: int, limit: int = 60) -> NoReturn:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(limit)  # a child that hangs ends too
+        faulthandler.register(signal.SIGALRM, file=report, chain=True)
+        signal.alarm(limit)  # a child that hangs ends too, and says where
         torch.set_num_threads(1)  # OpenMP's threads are the parent's
         body()
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -79,7 +80,9 @@ def test_a_child_forked_beside_a_busy_thread_can_use_it(one: Capability, kind: t
             in_child(child)
         finally:
             forked.set()
-            worker.join()
+            worker.join()  # which returns before the thread has ended
+            while Path(f"/proc/self/task/{worker.native_id}").exists():
+                time.sleep(0.001)
             reached.clear()
             forked.clear()
     one.check()
