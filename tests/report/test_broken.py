@@ -26,8 +26,8 @@ from tests.restrictions import NOT_HERE
 
 HANDLE = """
 import nvme_ops, torch
-page = torch.arange(1024, dtype=torch.int32)
-back = torch.zeros_like(page)
+page = torch.arange(1025, dtype=torch.int32)[1:]  # where no device takes it from: a buffer has to be allocated
+back = torch.zeros(1025, dtype=torch.int32)[1:]
 try:
     handle = nvme_ops.aio_handle()
     handle.sync_pwrite(page, f"{FOLDER}/page")
